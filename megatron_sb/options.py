@@ -21,7 +21,7 @@ COMMS = ("auto", "p2p", "all_gather", "a2a", "a2a+p2p")
 # Limits of the kernels.
 HEAD_DIM_MULTIPLE = 8
 MAX_HEAD_DIM = 256
-MAX_REACH = 64
+MIN_REACH, MAX_REACH = 1 / 64, 64
 MAX_HEAD_DIM_EUCLIDEAN = 248  # Euclidean logits take 8 more columns of q and k.
 
 
@@ -84,7 +84,7 @@ def reach_of_heads(
     if reach is None:
         return None
     step = reach_step(reach, num_heads)
-    return reach[0] + first * step, reach[0] + (end - 1) * step
+    return tuple(min(max(reach[0] + head * step, MIN_REACH), MAX_REACH) for head in (first, end - 1))
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class AttentionOptions:
             an output by at most mass_threshold * max |v|. In [0, 1); 0 disables skipping. Default: 2^-24.
         logits: "dot" for z_ij = scale * q_j . k_i, or "euclidean" for z_ij = -scale * |q_j - k_i|^2 (NU-CS-2024-15).
             Default: "dot".
-        reach: the reach of the first and of the last head, two numbers above 0 and at most 64; the reach of the other
+        reach: the reach of the first and of the last head, two numbers from 1/64 to 64; the reach of the other
             heads lies evenly between. A head with reach a has an offset of its logits with which beta = 2^-a where z_ij
             would be 0: its stick then lasts for about 2^a keys. Default: None, no offset, which is a reach of 1.
 
@@ -134,9 +134,11 @@ class AttentionOptions:
         if not 0 <= self.mass_threshold < 1:
             raise ValueError(f"mass_threshold must be in [0, 1), got {self.mass_threshold}. Use 0 to disable skipping.")
         check_choice("logits", self.logits, LOGITS)
-        if self.reach is not None and not (len(self.reach) == 2 and all(0 < a <= MAX_REACH for a in self.reach)):
+        if self.reach is not None and not (
+            len(self.reach) == 2 and all(MIN_REACH <= a <= MAX_REACH for a in self.reach)
+        ):
             raise ValueError(
-                f"reach must be two numbers above 0 and at most {MAX_REACH}, of the first and the last head, got "
+                f"reach must be two numbers from {MIN_REACH} to {MAX_REACH}, of the first and the last head, got "
                 f"{self.reach}."
             )
 

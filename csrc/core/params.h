@@ -77,7 +77,7 @@ struct Sizes {
     int32_t head_dim_v;  // of v and o
 };
 
-inline constexpr double kNoReach = 1, kMaxReach = 64;
+inline constexpr double kNoReach = 1, kMinReach = 0x1p-6, kMaxReach = 64;
 struct Options {
     double scale;              // z = scale * q . k + the offset of the head
     double mass_threshold;     // a row with less mass skips older keys; 0 disables skipping

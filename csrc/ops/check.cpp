@@ -93,9 +93,9 @@ void check_options(const Options& options) {
     TORCH_CHECK_VALUE(std::isfinite(options.scale), "scale must be finite, got ", options.scale);
     TORCH_CHECK_VALUE(options.mass_threshold >= 0 && options.mass_threshold < 1,
                       "mass_threshold must be in [0, 1), got ", options.mass_threshold, ". Use 0 to disable skipping.");
-    TORCH_CHECK_VALUE(options.reach > 0 && options.reach <= kMaxReach && std::isfinite(options.reach_step),
-                      "reach must be above 0 and at most ", kMaxReach, ", and reach_step finite, got ", options.reach,
-                      " and ", options.reach_step);
+    TORCH_CHECK_VALUE(options.reach >= kMinReach && options.reach <= kMaxReach && std::isfinite(options.reach_step),
+                      "reach must be from ", kMinReach, " to ", kMaxReach, ", and reach_step finite, got ",
+                      options.reach, " and ", options.reach_step);
 }
 
 void check_cu_seqlens_form(const char* name, const at::Tensor& cu_seqlens, const at::Tensor& q) {

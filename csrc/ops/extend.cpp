@@ -53,6 +53,15 @@ at::Tensor number_of(const at::Tensor& x, const OptionalTensor& bias, const Colu
     return number.defined() ? number : at::zeros(x.sizes().slice(0, 3), x.options().dtype(wide));
 }
 
+// Returns the uninitialised result of extend_forward. Its strides depend on its dtype, but not on its device, which
+// torch.compile hides. With gates alone, GPU kernels gain nothing from whole sectors, and a cache should be compact.
+at::Tensor empty_extended(const at::Tensor& x, const OptionalTensor& gate, const Columns& columns) {
+    c10::SymDimVector sizes(x.sym_sizes().begin(), x.sym_sizes().end());
+    sizes.back() += columns.count() + (gate.has_value() ? int64_t(kGateColumns) : int64_t(0));
+    const bool in_sectors = x.element_size() == 2 && columns.side != Side::kNone;
+    return in_sectors ? empty_in_sectors(sizes, x.options()) : at::empty_symint(sizes, x.options());
+}
+
 at::Tensor forward_of_tensors(const at::Tensor& x, const OptionalTensor& bias, const OptionalTensor& gate,
                               const Columns& columns) {
     const at::ScalarType type = x.scalar_type();
@@ -70,7 +79,8 @@ at::Tensor forward_of_tensors(const at::Tensor& x, const OptionalTensor& bias, c
         parts.push_back(in_parts(gate->clamp(least_gate(type), 1), type));
         parts.push_back(constant_columns(x, kGateColumns - kParts, 0));
     }
-    return at::cat(parts, -1);
+    at::Tensor out = empty_extended(x, gate, columns);
+    return at::cat_out(out, parts, -1);
 }
 
 at::Tensor backward_of_tensors(const at::Tensor& d_extended, const at::Tensor& extended, Side side, int64_t head_dim) {
@@ -82,11 +92,7 @@ at::Tensor backward_of_tensors(const at::Tensor& d_extended, const at::Tensor& e
     const at::Tensor d_x = d_extended.narrow(-1, 0, head_dim).to(wide) * twice;
     // Rows after the last document have gradients of 0, whatever they hold: 0 times infinity would be NaN.
     const at::Tensor of_norm = at::where(d_norm == 0, 0, x * d_norm * (2 / twice));
-    return (d_x + of_norm).to(d_extended.scalar_type());
-}
-
-c10::SymInt extended_width(const at::Tensor& x, const OptionalTensor& gate, const Columns& columns) {
-    return x.sym_size(-1) + columns.count() + (gate.has_value() ? int64_t(kGateColumns) : int64_t(0));
+    return (d_x + of_norm).to(d_extended.scalar_type()).contiguous();
 }
 
 #if defined(SB_WITH_CUDA)
@@ -119,11 +125,7 @@ at::Tensor forward_on_gpu(const at::Tensor& x_given, const OptionalTensor& bias_
     const at::Tensor x = aligned(unit_last_stride(x_given));
     const at::Tensor bias = bias_given.has_value() ? bias_given->contiguous() : at::Tensor();
     const at::Tensor gate = gate_given.has_value() ? gate_given->contiguous() : at::Tensor();
-    const std::vector<int64_t> sizes = {x.size(0), x.size(1), x.size(2),
-                                        extended_width(x, gate_given, columns).expect_int()};
-    // With gates alone, kernels gain nothing from whole sectors, and a cache should be compact.
-    const at::Tensor out =
-        columns.side == Side::kNone ? at::empty(sizes, x.options()) : empty_in_sectors(sizes, x.options());
+    const at::Tensor out = empty_extended(x, gate_given, columns);
     extend::Params params = params_of(x, columns, x.size(3));
     if (bias.defined()) params.bias = bias.const_data_ptr<float>();
     if (gate.defined()) params.gate = gate.const_data_ptr<float>();
@@ -227,9 +229,7 @@ OneTensor extend_forward_fake(const Arguments& arguments) {
     const at::Tensor x = arguments.tensor("x");
     const OptionalTensor gate = arguments.optional_tensor("gate");
     check_forward(x, arguments.optional_tensor("bias"), gate);
-    c10::SymDimVector sizes(x.sym_sizes().begin(), x.sym_sizes().end());
-    sizes.back() = extended_width(x, gate, columns_of(arguments));
-    return at::empty_symint(sizes, x.options());
+    return empty_extended(x, gate, columns_of(arguments));
 }
 
 OneTensor extend_backward_op(const Arguments& arguments) {

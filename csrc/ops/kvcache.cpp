@@ -30,9 +30,9 @@ struct KvCacheCall {
     OptionalTensor cache_leftpad;  // (b,), int32
 
     bool forget_gate;
+    const char* q_name;   // the argument that q is: of an append "k"
     at::Tensor new_keys;  // of an append: (b, s_new, h_kv, d), with their gates
 
-    // `q_name` names the argument with the query heads.
     explicit KvCacheCall(const Arguments& arguments, const char* q_name = "q")
         : q(arguments.tensor(q_name)),
           k(arguments.tensor("k_cache")),
@@ -40,7 +40,8 @@ struct KvCacheCall {
           cache_seqlens(arguments.tensor("cache_seqlens")),
           block_table(arguments.optional_tensor("block_table")),
           cache_leftpad(arguments.optional_tensor("cache_leftpad")),
-          forget_gate(arguments.get_or("forget_gate", false)) {}
+          forget_gate(arguments.get_or("forget_gate", false)),
+          q_name(q_name) {}
 
     // The call that checks an append: the new keys, without their gates, take the place of the queries.
     static KvCacheCall of_append(const Arguments& arguments) {
@@ -63,16 +64,16 @@ struct KvCacheCall {
 
 // ---- checks, which also accept symbolic sizes
 // x is int32 on the device of q, with one entry or row for each sequence.
-void check_int32(const char* name, const at::Tensor& x, int64_t rank, const at::Tensor& q) {
+void check_int32(const char* name, const at::Tensor& x, int64_t rank, const KvCacheCall& in) {
     TORCH_CHECK_TYPE(x.scalar_type() == at::kInt, name, ": dtype must be int32, got ", x.scalar_type());
-    check_device(name, x, q, "q");
+    check_device(name, x, in.q, in.q_name);
     check_rank(name, x, rank, rank == 1 ? "(b,)" : "(b, max_blocks)");
-    check_size(name, "batch size", x.sym_size(0), "q", q.sym_size(0));
+    check_size(name, "batch size", x.sym_size(0), in.q_name, in.q.sym_size(0));
 }
 
 void check_ranks(const KvCacheCall& in) {
     const char* cache_shape = in.paged() ? "(blocks, block_size, heads, head_dim)" : "(b, s_cache, heads, head_dim)";
-    check_rank("q", in.q, 4, "(b, s_q, heads, head_dim)");
+    check_rank(in.q_name, in.q, 4, "(b, s_q, heads, head_dim)");
     check_rank("k_cache", in.k, 4, cache_shape);
     check_rank("v_cache", in.v, 4, cache_shape);
 }
@@ -80,29 +81,29 @@ void check_ranks(const KvCacheCall& in) {
 void check_call(const KvCacheCall& in) {
     check_ranks(in);
     for (const auto& [name, x] :
-         {std::pair<const char*, const at::Tensor&>{"q", in.q}, {"k_cache", in.k}, {"v_cache", in.v}}) {
+         {std::pair<const char*, const at::Tensor&>{in.q_name, in.q}, {"k_cache", in.k}, {"v_cache", in.v}}) {
         check_dtype(name, x);
-        check_same_dtype(name, x, in.q, "q");
-        check_device(name, x, in.q, "q");
+        check_same_dtype(name, x, in.q, in.q_name);
+        check_device(name, x, in.q, in.q_name);
     }
-    check_head_dim("q", in.q.sym_size(3));
+    check_head_dim(in.q_name, in.q.sym_size(3));
     check_head_dim("v_cache", in.v.sym_size(3));
     const c10::SymInt k_head_dim = in.k.sym_size(3) - (in.forget_gate ? int64_t(kGateColumns) : int64_t(0));
-    check_size("k_cache", in.forget_gate ? "head_dim without the gates" : "head_dim", k_head_dim, "q",
+    check_size("k_cache", in.forget_gate ? "head_dim without the gates" : "head_dim", k_head_dim, in.q_name,
                in.q.sym_size(3));
     for (const auto& [dim, what] : {std::pair{0, "size 0"}, {1, "size 1"}, {2, "number of heads"}})
         check_size("v_cache", what, in.v.sym_size(dim), "k_cache", in.k.sym_size(dim));
     check_head_counts(in.q, in.k, "k_cache");
-    check_int32("cache_seqlens", in.cache_seqlens, 1, in.q);
-    if (in.cache_leftpad.has_value()) check_int32("cache_leftpad", *in.cache_leftpad, 1, in.q);
+    check_int32("cache_seqlens", in.cache_seqlens, 1, in);
+    if (in.cache_leftpad.has_value()) check_int32("cache_leftpad", *in.cache_leftpad, 1, in);
     if (in.paged()) {
-        check_int32("block_table", *in.block_table, 2, in.q);
+        check_int32("block_table", *in.block_table, 2, in);
         TORCH_CHECK_VALUE(in.k.sym_size(1) > 0, "k_cache: block_size must be at least 1, got 0");
     } else {
         TORCH_CHECK_VALUE(in.k.sym_size(0) == in.q.sym_size(0), "k_cache: batch size must be ", in.q.sym_size(0),
-                          " as in q, got ", in.k.sym_size(0), ". A paged cache needs a block_table.");
+                          " as in ", in.q_name, ", got ", in.k.sym_size(0), ". A paged cache needs a block_table.");
     }
-    check_counts("q", in.q);
+    check_counts(in.q_name, in.q);
     check_at_most("k_cache", in.paged() ? "number of blocks" : "batch size", in.k.sym_size(0), kMaxCacheBlocks);
     check_at_most("k_cache", "number of positions", in.capacity(), kMaxRows);
 }
@@ -165,7 +166,9 @@ KeyRows key_rows(const KvCacheCall& in) {
     return {in.k, in.v, at::arange(b, in.cache_seqlens.options()), capacity};  // each sequence is one block
 }
 
-TensorPair through_blocks(const KvCacheCall& in, const BlockOptions& options) {
+TensorPair through_blocks(const KvCacheCall& given, const BlockOptions& options) {
+    KvCacheCall in = given;
+    for (at::Tensor* x : {&in.q, &in.k, &in.v}) *x = unit_last_stride(*x);
     const int64_t b = in.q.size(0), s_q = in.q.size(1), capacity = in.capacity().expect_int();
     check_at_most("q", "number of rows of all sequences", b * s_q, kMaxRows);
     check_at_most("k_cache", "number of positions of all sequences", b * capacity, kMaxRows);

@@ -9,12 +9,12 @@ namespace megatron_sb::ops {
 struct RefuseSecondDerivative : torch::autograd::Function<RefuseSecondDerivative> {
     // `sources` is a TensorList because Function::apply does not find the tensors of a variable_list.
     static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& gradient, at::TensorList) {
-        return gradient.view_as(gradient);
+        return gradient.clone();  // a view of the input could not be changed in place
     }
     static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
                                                    const torch::autograd::variable_list&) {
         TORCH_CHECK_NOT_IMPLEMENTED(false,
-                                    "stick-breaking attention has no second derivative: its gradients cannot be "
+                                    "this operation of megatron_sb has no second derivative: its gradients cannot be "
                                     "differentiated again (double backward)");
     }
 };

@@ -15,9 +15,9 @@ using OptionalNumbers = std::optional<std::vector<double>>;
 void set_reach(BlockOptions& used, const OptionalNumbers& reach, const at::Tensor& q) {
     if (!reach.has_value()) return;
     const bool valid = reach->size() == 2 && std::all_of(reach->begin(), reach->end(), [](double a) {
-                           return a > 0 && a <= kMaxReach;  // not NaN
+                           return a >= kMinReach && a <= kMaxReach;  // not NaN
                        });
-    TORCH_CHECK_VALUE(valid, "reach must be two numbers, of the first and the last head, above 0 and at most ",
+    TORCH_CHECK_VALUE(valid, "reach must be two numbers, of the first and the last head, from ", kMinReach, " to ",
                       kMaxReach, ", got ", c10::ArrayRef<double>(*reach));
     const int64_t heads = q.sym_size(-2).guard_int(__FILE__, __LINE__);
     used.reach = reach->front();

@@ -3,8 +3,10 @@
 //   2. a line in each of the two functions on AttentionOptions below;
 //   3. if kernels read it: a field of Options (core/params.h), its argument in the schemas of the block operators, a
 //      line in each of the functions on BlockOptions below, and the kernels.
-// In context parallelism, call_fields() (distributed/attention.cpp) also compares it between the ranks.
+// In context parallelism, agreed_fields() (distributed/attention.cpp) also compares it between the ranks.
 #pragma once
+
+#include <algorithm>
 
 #include "core/params.h"
 #include "megatron_sb/attention.h"
@@ -26,9 +28,10 @@ NamedArguments named(const BlockOptions& options);
 // Returns the options of the block contract for queries q (.., d), and checks their values.
 BlockOptions block_options(const AttentionOptions& options, const at::Tensor& q);
 
-// Returns the options of a call for the heads from head `first` on: their reach depends on the head.
+// Returns the options of a call for the heads from head `first` on: their reach depends on the head. Rounding does not
+// take it beyond its bounds.
 inline BlockOptions from_head(BlockOptions options, int64_t first) {
-    options.reach += double(first) * options.reach_step;
+    options.reach = std::clamp(options.reach + double(first) * options.reach_step, kMinReach, kMaxReach);
     return options;
 }
 

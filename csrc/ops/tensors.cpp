@@ -44,12 +44,12 @@ at::Tensor aligned(const at::Tensor& x) {
     return fits ? x : x.clone(at::MemoryFormat::Contiguous);
 }
 
-at::Tensor empty_in_sectors(at::IntArrayRef sizes, const at::TensorOptions& options) {
+at::Tensor empty_in_sectors(c10::SymIntArrayRef sizes, const at::TensorOptions& options) {
     constexpr int64_t kSectorBytes = 32;
-    std::vector<int64_t> stored = sizes.vec();
+    c10::SymDimVector stored(sizes.begin(), sizes.end());
     const int64_t elements = kSectorBytes / int64_t(options.dtype().itemsize());
-    stored.back() = (stored.back() + elements - 1) / elements * elements;
-    return at::empty(stored, options).narrow(-1, 0, sizes.back());
+    stored.back() = (stored.back() + (elements - 1)) / elements * elements;
+    return at::empty_symint(stored, options).narrow_symint(-1, 0, sizes.back());
 }
 
 at::Tensor empty_workspace(int64_t bytes, const at::Tensor& like) {

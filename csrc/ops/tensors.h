@@ -36,7 +36,7 @@ at::Tensor aligned(const at::Tensor& x);
 
 // Returns an uninitialised tensor (batch, rows, heads, head_dim) whose rows begin at multiples of 32 bytes, the unit in
 // which a GPU accesses memory. They are further apart than they are long, if necessary.
-at::Tensor empty_in_sectors(at::IntArrayRef sizes, const at::TensorOptions& options);
+at::Tensor empty_in_sectors(c10::SymIntArrayRef sizes, const at::TensorOptions& options);
 
 // Returns an uninitialised tensor of bytes on the device of `like`.
 at::Tensor empty_workspace(int64_t bytes, const at::Tensor& like);

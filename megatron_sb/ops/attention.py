@@ -60,7 +60,7 @@ def stickbreaking_attention(
             is rounded to q's dtype. Biases need the 8 columns of Euclidean logits, so d is at most 248, and a scale
             that is not 0. Default: no bias.
         key_bias: (b, s_k, h_kv), added to the logits of each key, as query_bias. -inf hides the key. Default: no bias.
-        reach: the reach a of the first and of the last head, above 0 and at most 64; that of the other heads lies
+        reach: the reach a of the first and of the last head, from 1/64 to 64; that of the other heads lies
             evenly between. The logits of a head have the offset -log(2^a - 1), so that beta = 2^-a where z_ij would be
             0. Default: no offset.
 

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict,
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-from megatron_sb.options import MAX_REACH
+from megatron_sb.options import MAX_REACH, MIN_REACH
 from megatron_sb.validation import InputError
 
 
@@ -43,7 +43,7 @@ PositiveFloat = Annotated[Float, Field(gt=0)]
 NonNegativeFloat = Annotated[Float, Field(ge=0)]
 BelowOne = Annotated[Float, Field(ge=0, lt=1)]
 Fraction = Annotated[Float, Field(gt=0, lt=1)]
-Reach = Annotated[Float, Field(gt=0, le=MAX_REACH)]
+Reach = Annotated[Float, Field(ge=MIN_REACH, le=MAX_REACH)]
 Seconds = Annotated[Float, Field(gt=0, le=1e9)]  # torch rejects longer timeouts
 Name = Annotated[str, AfterValidator(_to_name)]
 

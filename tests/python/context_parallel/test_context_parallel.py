@@ -20,6 +20,7 @@ EVERYTHING = (
     "a_layer_with_sharded_parameters",
     "dtensors",
     "reach_needs_to_know_the_heads",
+    "reach_at_its_bound",
     "variants_of_the_attention_in_a_shared_sequence",
     "refuses_wrong_use_of_a_shared_sequence",
     "a_plan_serves_many_calls",

@@ -75,7 +75,7 @@ DENSE = {
     "negative mass_threshold": ({"mass_threshold": -1e-3}, ValueError, "mass_threshold -0.001"),
     "mass_threshold of 1": ({"mass_threshold": 1.0}, ValueError, "mass_threshold 1"),
     "mass_threshold is NaN": ({"mass_threshold": NAN}, ValueError, "mass_threshold nan"),
-    "reach of 0": ({"reach": (0.0, 8.0)}, ValueError, "reach 0 64 (0.0, 8.0)"),
+    "reach of 0": ({"reach": (0.0, 8.0)}, ValueError, "reach 0.015625 64 (0.0, 8.0)"),
     "reach above 64": ({"reach": (0.5, 65)}, ValueError, "reach 64 (0.5, 65)"),
     "reach is NaN": ({"reach": (NAN, 8.0)}, ValueError, "reach nan"),
     "reach of three heads": ({"reach": (0.5, 4.0, 8.0)}, ValueError, "reach two (0.5, 4.0, 8.0)"),

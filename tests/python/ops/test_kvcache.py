@@ -76,6 +76,19 @@ def test_strides(kind):
     assert torch.equal(sb.stickbreaking_attention_with_kvcache(*views, cache_seqlens=seqlens), expected)
 
 
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache"])
+def test_the_operator_takes_other_last_strides(name):
+    """Also with a block table, and without the public function, which makes the last stride 1."""
+    shapes = {"q": (2, 1, 4, 8), "k_cache": (6, 4, 2, 8), "v_cache": (6, 4, 2, 8)}
+    arguments = {key: torch.randn(shape) for key, shape in shapes.items()}
+    arguments["cache_seqlens"] = torch.tensor([5, 7], dtype=torch.int32)
+    arguments["block_table"] = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    operator = torch.ops.megatron_sb.kvcache_forward
+    expected, _ = operator(**arguments, cache_leftpad=None, scale=0.3)
+    arguments[name] = arguments[name].repeat_interleave(2, dim=-1)[..., ::2]
+    assert torch.equal(operator(**arguments, cache_leftpad=None, scale=0.3)[0], expected)
+
+
 @pytest.mark.parametrize("empty", [{"b": 0}, {"s_q": 0}, {"s_cache": 0}, {"blocks": 0}], ids=str)
 def test_empty_inputs(empty):
     """A batch without sequences, queries, keys or blocks gives o = 0 and mass = 1."""

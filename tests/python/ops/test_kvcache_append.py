@@ -121,6 +121,19 @@ def test_an_invalid_argument_changes_no_cache(device, changes, error, words):
     assert_raises(moved, error, words)
 
 
+def test_the_operator_names_its_own_arguments(device):
+    """kvcache_append has no q."""
+    caches = {"k_cache": torch.zeros(3, 4, 2, 8, device=device), "v_cache": torch.zeros(3, 4, 2, 8, device=device)}
+    new = {name: torch.randn(2, 1, 2, 8, device=device) for name in "kv"}
+    lengths = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    append = torch.ops.megatron_sb.kvcache_append
+    with pytest.raises(ValueError, match=mentions("k_cache: batch 2 as in k 3")):
+        append(**caches, **new, cache_seqlens=lengths)
+    table = torch.zeros(3, 2, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=mentions("block_table: batch 2 as in k 3")):
+        append(**caches, **new, cache_seqlens=lengths, block_table=table)
+
+
 @pytest.mark.parametrize(("changes", "words"), INVALID_VALUES.values(), ids=INVALID_VALUES)
 def test_invalid_values_raise_an_error_on_a_cpu(device, changes, words):
     changes = {name: torch.tensor(values, dtype=torch.int32) for name, values in changes.items()}

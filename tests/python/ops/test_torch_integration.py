@@ -258,6 +258,12 @@ class TestSecondDerivative:
         for a, b in zip(with_graph, without, strict=True):
             assert torch.equal(a, b)
 
+    def test_a_gradient_can_be_changed_in_place(self):
+        _, gradients = self.first_derivative([0])
+        before = [gradient.detach().clone() for gradient in gradients]
+        for gradient, value in zip(gradients, before, strict=True):
+            assert torch.equal(gradient.mul_(2), 2 * value)
+
 
 class TestAutograd:
     """Gradients of some inputs, no gradients, in-place changes, and one tensor as several inputs."""

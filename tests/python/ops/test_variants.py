@@ -19,6 +19,7 @@ from support.variants import (
     tensors_of,
     wide_inputs,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_sb import reference, stickbreaking_attention, stickbreaking_attention_varlen
 
@@ -389,6 +390,25 @@ class TestColumns:
         assert (ones == unit).all()
         least = 2.0**-24 if dtype == torch.float16 else 2.0**-64
         assert (parts[..., 8:11].sum(-1) - gate.double().clamp(least, 1)).abs().max() <= spacing
+
+    @pytest.mark.parametrize("side", [0, 1, 2])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_torch_compile_expects_the_strides_of_the_result(self, dtype, side):
+        """Inductor checks them. With 16 bits, rows with biases begin at multiples of 32 bytes."""
+        x, gate = torch.randn(1, 9, 2, 64, dtype=dtype), torch.rand(1, 9, 2) if side == 0 else None
+        found = ops.extend_forward(x, None, gate, side, side > 0, 1.0).stride()
+        with FakeTensorMode() as mode:
+            x, gate = mode.from_tensor(x), gate if gate is None else mode.from_tensor(gate)
+            assert ops.extend_forward(x, None, gate, side, side > 0, 1.0).stride() == found
+        row = 80 if side > 0 and dtype == torch.bfloat16 else 72
+        assert found == (9 * 2 * row, 2 * row, row, 1)
+
+    def test_gradients_are_contiguous(self):
+        """As torch.compile expects, also if the given gradients have heads before rows."""
+        x = torch.randn(2, 5, 3, 16)
+        out = ops.extend_forward(x, None, None, 1, True, 1.0)
+        gradient = torch.randn(2, 3, 5, out.shape[-1]).transpose(1, 2)
+        assert ops.extend_backward(gradient, out, 1, 16).is_contiguous()
 
     @DTYPES
     @WIDTHS
