@@ -14,6 +14,7 @@ one window of validation text. There are three cases:
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,8 +58,8 @@ def run(options: argparse.Namespace) -> int:
 
     config = load_config(options.config, options.set)
     model = _chosen_model(config, options.model)
-    if not options.seconds > 0:
-        raise InputError(f"--seconds must be greater than 0, got {options.seconds}.")
+    if not 0 < options.seconds < math.inf:
+        raise InputError(f"--seconds must be greater than 0 and finite, got {options.seconds}.")
     if options.thresholds and not thresholds.contexts_of(config):
         stage = config.stages[-1]
         raise ConfigError(

@@ -22,9 +22,17 @@ from typing import Any
 from megatron_sb.experiments import swap_tables, sweep
 from megatron_sb.experiments.swap_tables import DROPE
 from megatron_sb.experiments.sweep import Trial
-from megatron_sb.experiments.verdict import nll_at
+from megatron_sb.experiments.verdict import check_scalings, nll_at
 from megatron_sb.training.checkpoint import newest_checkpoint
-from megatron_sb.training.config import ConfigError, SoftmaxAttentionConfig, StageConfig, TrainingConfig, load_config
+from megatron_sb.training.config import (
+    AttentionConfig,
+    ConfigError,
+    GatedDeltaNetConfig,
+    SoftmaxAttentionConfig,
+    StageConfig,
+    TrainingConfig,
+    load_config,
+)
 from megatron_sb.training.initial_checkpoint import OWN_WEIGHTS
 from megatron_sb.validation import InputError
 
@@ -161,12 +169,24 @@ class Swap:
                     f"--arms must name entries of attention of other kinds than softmax, which are {sticks}, "
                     f"got {arm!r}."
                 )
-            for option in OWN_WEIGHTS:
-                if getattr(self.config.attention[arm], option, False) and not getattr(base, option, False):
-                    raise InputError(
-                        f"attention.{arm}.{option} must be False for an arm, because the base has no weights for it, "
-                        "got True."
-                    )
+            check_scalings(self.config, [arm])
+            for name in dict.fromkeys(self.config.layers_of(arm)):
+                self._check_layer(name, base)
+
+    def _check_layer(self, name: str, base: AttentionConfig) -> None:
+        """Check that a layer of an arm can start from the weights of the base, before the base is trained."""
+        entry = self.config.attention[name]
+        if isinstance(entry, GatedDeltaNetConfig):
+            raise InputError(
+                f"attention.{name}.kind must be 'stick_breaking' or 'softmax' in an arm, because the base has no "
+                f"weights for other kinds, got {entry.kind!r}."
+            )
+        for option in OWN_WEIGHTS:
+            if getattr(entry, option, False) and not getattr(base, option, False):
+                raise InputError(
+                    f"attention.{name}.{option} must be False for an arm, because the base has no weights for it, "
+                    "got True."
+                )
 
     def _check_config(self) -> None:
         config = self.config
@@ -175,6 +195,7 @@ class Swap:
         attention = config.attention[config.compare[0]]
         if len(config.compare) > 1 or not isinstance(attention, SoftmaxAttentionConfig) or attention.position != "rope":
             raise ConfigError(f"compare must name one softmax model with rotary positions, got {[*config.compare]}.")
+        check_scalings(config, config.compare)
         last = config.stages[-1]
         if last.context_length not in config.evaluation_lengths(last):
             raise ConfigError(

@@ -22,7 +22,8 @@ def trained_run(options: argparse.Namespace, config: TrainingConfig) -> Path:
     if path.name == "config.yaml" and not options.set and sweep.is_done(config, path.parent):
         return path.parent
     out = sweep.output_folder(options)
-    sweep.train_all(options.config, [sweep.Trial("trained", tuple(options.set))], out)
+    trial = sweep.Trial("trained", (*options.set, "checkpoint.stage_ends=true"))
+    sweep.train_all(options.config, [trial], out)
     return out / "trained"
 
 

@@ -147,6 +147,7 @@ class Verdict:
             if arm not in self.config.compare:
                 raise InputError(f"--arms must name models of compare, which are {self.config.compare}, got {arm!r}.")
         check_packages(self.config, self.arms)
+        check_scalings(self.config, self.arms)
         self.rates = self.recall_rates = tuple(dict.fromkeys(options.learning_rates or _rates_around(self.config)))
         if not 0 < options.rate_share <= 1:
             raise InputError(f"--rate-share must be above 0 and at most 1, got {options.rate_share}.")
@@ -364,6 +365,7 @@ class Verdict:
     def _short_evaluation(self) -> dict[str, Any]:
         """Return the fields of an evaluation of the likelihood only, up to the trained length."""
         fields: dict[str, Any] = {"evaluation.length_factor": 1, "evaluation.positions": False}
+        fields["evaluation.sentence_pairs"] = []
         return fields | ({"data.ruler_samples": 0} if hasattr(self.config.data, "ruler_samples") else {})
 
     def _is_done(self, run: Run) -> bool:
@@ -436,6 +438,13 @@ def family_of(attention: AttentionConfig) -> str:
     if attention.global_interval is not None:
         return "windows"
     return "forget gates" if attention.forget_gate else attention.position
+
+
+def check_scalings(config: TrainingConfig, models: Iterable[str]) -> None:
+    """Raise ConfigError if one of the models is not evaluated without scaled positions, by which runs are compared."""
+    for model in models:
+        if "none" not in (scalings := config.evaluated_scalings(model)):
+            raise ConfigError(f"evaluated_scalings of {model} must have the item none, got {[*scalings]}.")
 
 
 def nll_at(evaluation: dict[str, Any], stage: StageConfig) -> float:

@@ -119,11 +119,18 @@ def load_run(run: str | Path, model: str | None = None, device: str | None = Non
 
 @contextlib.contextmanager
 def trained_engine(run: Path, config: TrainingConfig, model: str) -> Iterator[Any]:
-    """Open an `Engine` on one device with the newest weights of one model of a run, in the stage that trained them.
+    """Open an `Engine` on one device with the weights of one model of a finished run, after its last step.
 
     Raise ConfigError if the configuration needs a GPU and there is none, FileNotFoundError without a checkpoint, and
-    ValueError if it is damaged.
+    ValueError if it is damaged or of an earlier step.
     """
+    newest, last = newest_checkpoint(run / model / "checkpoints"), config.stages[-1]
+    progress = read_progress(newest)
+    if (progress.stage, progress.step) != (last.name, last.steps):  # with checkpoint.stage_ends = false
+        raise InputError(
+            f"the newest checkpoint of {model} must be that of step {last.steps} of stage {last.name}, the last one, "
+            f"got {newest}. Run `megatron-sb train {run} --resume --set checkpoint.stage_ends=true`."
+        )
     with _open_newest(run, config, model) as (engine, _):
         yield engine
 

@@ -18,7 +18,6 @@ from typing import IO, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron_sb.megatron.integrity import CheckpointError
 from megatron_sb.training import config as configuration
 from megatron_sb.training.checkpoint import CheckpointDirectory, write_atomically
 from megatron_sb.training.command import Command
@@ -29,7 +28,6 @@ from megatron_sb.training.loop import Diverged, Interrupted, Job
 from megatron_sb.training.profiler import ProfilerWindow
 from megatron_sb.training.report import Report, hardware
 from megatron_sb.training.supervisor import EXIT_FAILED, EXIT_REFUSED, say, when_parent_is_gone
-from megatron_sb.training.wandb_runs import WandbError
 from megatron_sb.validation import InputError
 
 REFUSAL_SECONDS = 60.0  # longer than the start of ranks differs; a launcher ends the waiting ranks before
@@ -96,8 +94,8 @@ def refuse(reason: str) -> int:
 
 
 def _describe(error: BaseException) -> str:
-    """Return a sentence for an error of the file system, a checkpoint or wandb, otherwise the traceback."""
-    if isinstance(error, (CheckpointError, WandbError)) or (isinstance(error, OSError) and error.filename is not None):
+    """Return a sentence for an error of the user's files or settings, otherwise the traceback."""
+    if isinstance(error, InputError) or (isinstance(error, OSError) and error.filename is not None):
         return f" {error}"
     return f"\n{traceback.format_exc()}"
 

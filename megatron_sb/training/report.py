@@ -98,15 +98,20 @@ class Report:
     def start_stage(self, model: str, stage: StageConfig, progress: Progress) -> None:
         """Open the progress bar. Remove the lines of steps after `progress` from metrics.jsonl, and their evaluations.
 
-        A run that died after its last checkpoint has written them; the resumed run writes them again.
+        A run that died after its last checkpoint has written them; the resumed run writes them again. They can be of
+        later stages, too, if it continues from an older checkpoint.
         """
         if self._wandb:
             self._wandb.open(model)
-        remove_later_results(self.out, model, stage, progress.step)
+        stages = self._config.stages
+        kept_steps = {stage.name: progress.step} | {each.name: 0 for each in stages[stages.index(stage) + 1 :]}
+        for each in stages:
+            if each.name in kept_steps:
+                remove_later_results(self.out, model, each, kept_steps[each.name])
         kept = [
             line
             for line in self.metrics()
-            if not (line["model"] == model and line["stage"] == stage.name and line["step"] > progress.step)
+            if line["model"] != model or line["step"] <= kept_steps.get(line["stage"], line["step"])
         ]
         write_atomically(self._metrics_path, "".join(json.dumps(line) + "\n" for line in kept))
         label = f"{self._labels[model]} / {stage.name} ({stage.context_length})"

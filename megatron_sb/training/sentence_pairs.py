@@ -50,12 +50,17 @@ def _pair(path: Path, number: int, line: bytes) -> tuple[str, str]:
     except ValueError:
         found = None
     sentences = [found.get(name) for name in FIELDS] if isinstance(found, dict) else []
-    if not sentences or not all(isinstance(sentence, str) and sentence for sentence in sentences):
+    if not sentences or not all(map(_is_sentence, sentences)):
         raise InputError(
             f"line {number} of {path}, a file of evaluation.sentence_pairs, must be a JSON object with the sentences "
             f"{' and '.join(FIELDS)}, got {line[:80]!r}."
         )
     return sentences[0], sentences[1]
+
+
+def _is_sentence(found: Any) -> bool:
+    """Return whether a value is a text with bytes. Half of a surrogate pair, which JSON can escape, has none."""
+    return isinstance(found, str) and found != "" and not any("\ud800" <= letter <= "\udfff" for letter in found)
 
 
 def accuracy_on_pairs(

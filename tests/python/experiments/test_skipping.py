@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 TINY = ["model.num_layers=2", "model.hidden_size=32", "model.num_heads=4", "model.num_kv_heads=2"]
 TINY += ["model.ffn_hidden_size=64", "stages.0.steps=4", "stages.0.warmup_steps=1", "stages.0.context_length=128"]
 TINY += ["evaluation.windows=2", "evaluation.target_tokens=128", "evaluation.length_factor=4", "model.init_std=0.3"]
+TINY += ["checkpoint={interval: 3, keep: 2, stage_ends: false}"]  # the experiment saves the end all the same
 
 THRESHOLDS = [2.0**-24, 2.0**-8, 0.9]
 
@@ -68,6 +70,16 @@ def test_thresholds_are_compared_on_the_same_windows(out):
     assert 0 < abs(found[7]["difference"]) < abs(found[8]["difference"])
     skipped = [np.mean(entry["skipped"]) for entry in results["entries"] if entry["context"] == 512]
     assert found[6]["skipped"] == pytest.approx(np.mean(skipped), rel=1e-6)
+
+
+def test_a_run_without_its_last_weights_is_an_error(out, tmp_path, capsys):
+    """Such as a run that was trained with stage_ends = false."""
+    run = tmp_path / "run"
+    shutil.copytree(out / "trained", run)
+    (run / "stick_breaking" / "checkpoints" / "latest").write_text("trained-000003")
+    command = ["experiment", "skipping", str(run / "config.yaml"), "--out", str(tmp_path / "out")]
+    assert cli.main(command) == 2
+    assert re.search(r"must be that of step 4 of stage trained, .* got .*/trained-000003\.", capsys.readouterr().err)
 
 
 def test_the_table_of_thresholds():
@@ -131,6 +143,7 @@ NO_MODEL = r"--model must be one of \[\], .*got None"
         (["--model", "softmax_rope"], r"--model must be one of \['stick_breaking'\].*got 'softmax_rope'"),
         (["--set", "attention={stick_breaking: {mass_threshold: 0}}"], NO_MODEL),
         (["--seconds", "0"], r"--seconds must .*got 0\.0"),
+        (["--seconds", "inf"], "--seconds must .*got inf"),
         (["--thresholds", "0", "--set", "evaluation.longest=256"], r"evaluation\.longest must be at least .*got 256"),
         (["--set", "compare=[softmax_rope]"], NO_MODEL),
         (["--set", "attention={stick_breaking: {forget_gate: true}}"], NO_MODEL),

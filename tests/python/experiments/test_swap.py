@@ -143,6 +143,12 @@ def test_a_stop_writes_what_is_finished(trainer, tmp_path, monkeypatch):
     assert (tmp_path / "table.md").read_text().startswith("2 of 13 known runs are finished.")
 
 
+MIXED = ["--recipes", "whole", "--arms", "hybrid"]
+HYBRID = ["attention.near={kind: stick_breaking}", "attention.hybrid={kind: mixed, layers: [softmax_rope, near]}"]
+HYBRID += ["parallel.device=auto"]
+YARN_ONLY = "attention.softmax_rope.evaluated_scalings=[yarn]"
+
+
 @pytest.mark.parametrize(
     ("words", "overrides", "message"),
     [
@@ -152,6 +158,10 @@ def test_a_stop_writes_what_is_finished(trainer, tmp_path, monkeypatch):
         (["--rate-factors", "nan"], [], "--rate-factors must be above 0 and finite"),
         ([], ["parallel.ranks=2"], r"'logits' contradicts parallel\.ranks = 2"),
         ([], ["attention.stick_breaking.head_norm=true"], r"attention\.stick_breaking\.head_norm must be False"),
+        (MIXED, [*HYBRID, "attention.near={kind: stick_breaking, forget_gate: true}"], "near.forget_gate must"),
+        (MIXED, [*HYBRID, "attention.near={kind: gated_delta_net}"], r"attention\.near\.kind must .*'gated_delta_net'"),
+        (MIXED, [*HYBRID, YARN_ONLY], r"evaluated_scalings of hybrid must have the item none, got \['yarn'\]"),
+        ([], [YARN_ONLY], r"evaluated_scalings of softmax_rope must have the item none, got \['yarn'\]"),
         (["--layers-share", "1"], [], "--layers-share must be between 0 and 1, got 1.0"),
         ([], ["compare=[stick_breaking]"], "compare must name one softmax model with rotary positions"),
         ([], ["evaluation.target_tokens=48"], "the context_length of stage decayed must be"),

@@ -268,6 +268,22 @@ def test_invalid_options(words, message, tmp_path):
         Verdict(options_of(*words), tmp_path)
 
 
+def test_runs_are_compared_without_scaled_positions(tmp_path):
+    options = options_of("--arms", "softmax_rope")
+    options.set = ["attention.softmax_rope.evaluated_scalings=[yarn]"]
+    with pytest.raises(ValueError, match=r"evaluated_scalings of softmax_rope must have the item none, got \['yarn'\]"):
+        Verdict(options, tmp_path)
+
+
+def test_only_final_runs_score_sentence_pairs(trainer, tmp_path):
+    options = options_of(*ARMS)
+    options.set = ["evaluation.sentence_pairs=[pairs.jsonl]"]
+    experiment = Verdict(options, tmp_path)
+    experiment.train(1, sweep.NO_LIMIT)
+    pairs = {run.kind: run.config.evaluation.sentence_pairs for run in experiment.known_runs()}
+    assert pairs.pop("rate") == () and set(pairs.values()) == {("pairs.jsonl",)}
+
+
 @pytest.mark.parametrize("words", [[], ["--keep-checkpoints"]])
 def test_checkpoints_are_kept_if_asked_for(words, trainer, tmp_path):
     experiment = Verdict(options_of(*ARMS, *words, "--recall", RECALL), tmp_path)

@@ -189,6 +189,19 @@ def test_a_run_that_diverges_keeps_its_last_good_checkpoint(config, tmp_path):
     assert all(line["loss"] < 1e9 for line in metrics(out))
 
 
+def test_a_damaged_file_of_the_run_is_named(config, tmp_path):
+    out = tmp_path / "out"
+    short = ["compare=[stick_breaking]", "stages.0.steps=5", "stages.1.steps=5", "checkpoint={interval: 4, keep: 9}"]
+    short += ["parallel.ranks=1", *(f"stages.{stage}.context_parallel_size=1" for stage in (0, 1))]
+    status, _, errors = train(config, *short, "evaluation.windows=1", "--out", out)
+    assert status == 0, errors
+    damaged = out / "evaluation" / "stick_breaking.short.json"
+    damaged.write_text("{")
+    (out / "stick_breaking" / "checkpoints" / "latest").write_text("short-000004")
+    status, _, errors = train(out, "--resume")
+    assert status == 1 and f"rank 0 failed: {damaged} is damaged: " in errors and "Traceback" not in errors, errors
+
+
 def test_bad_arguments_are_rejected_before_the_start(config, tmp_path, capsys):
     status, errors = main(str(config), ["stages.0.stepz=3"], out=str(tmp_path / "out")), capsys.readouterr().err
     assert status == 2 and "unknown field stages.0.stepz, got 3. Did you mean 'steps'?" in errors
@@ -329,6 +342,21 @@ def test_metrics_after_the_resumed_checkpoint_are_dropped(tmp_path, config):
     again.start_stage("stick_breaking", job.stages[0], dataclasses.replace(progress, step=3, tokens=300))
     again.end_stage()
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
+
+
+def test_later_stages_are_dropped_if_an_earlier_one_is_resumed(tmp_path, config):
+    """As from an older checkpoint, if the newest one is damaged."""
+    job = load_config(config, ["report.tensorboard=false"])
+    lines = [("short", 40, 4.0), ("extended", 60, 9.0)]
+    lines = [{"model": "stick_breaking", "stage": stage, "step": n, "training_seconds": s} for stage, n, s in lines]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    written = report.Report(tmp_path, job, "a CPU")
+    for stage in job.stages:
+        written.evaluation("stick_breaking", stage, stage.steps, "none", [{"context": 16, "nll": 3.0}])
+    written.start_stage("stick_breaking", job.stages[0], Progress("short", 40, 100, {}, {}))
+    written.end_stage()
+    assert metrics(tmp_path) == lines[:1]
+    assert [path.name for path in (tmp_path / "evaluation").iterdir()] == ["stick_breaking.short.json"]
 
 
 @pytest.mark.parametrize("overrides", [["--set", "stages.0.stepz=3"], ["stages.0.stepz=3"]])

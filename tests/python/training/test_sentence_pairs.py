@@ -75,6 +75,7 @@ def test_every_byte_of_a_sentence_is_scored(tmp_path):
         ("[1]\n", r"line 1 of .*must be a JSON object with the sentences sentence_good and sentence_bad, got b'\[1\]'"),
         ('{"sentence_good": "a"}\n', "line 1 of .*must be a JSON object"),
         ('{"sentence_good": "a", "sentence_bad": ""}\n', "line 1 of .*must be a JSON object"),
+        ('{"sentence_good": "a\\ud800", "sentence_bad": "b"}\n', "line 1 of .*must be a JSON object"),  # half a pair
         ('{"sentence_good": "a", "sentence_bad": "b"}\n{"sentence_good": 1, "sentence_bad": "b"}\n', "line 2 of "),
         ('{"sentence_good": "a", "sentence_bad": "b"}\nnot JSON\n', "line 2 of .*got b'not JSON'"),
     ],
