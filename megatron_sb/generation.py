@@ -86,8 +86,10 @@ class FileCodec:
         self._shown = 0
 
     def encode(self, text: str) -> list[int]:
-        """See `Codec.encode`."""
-        return self._tokenizer.encode(text).ids
+        """See `Codec.encode`. The tokens stand before those of `decode`: some decoders drop a space at the begin."""
+        self._tokens = self._tokenizer.encode(text).ids
+        self._shown = len(self._tokenizer.decode(self._tokens))
+        return list(self._tokens)
 
     def decode(self, token: int) -> str:
         """See `Codec.decode`."""
@@ -144,7 +146,8 @@ def sample(logits: Tensor, temperature: float, generator: torch.Generator) -> in
     """
     if temperature == 0:
         return int(logits.argmax())
-    return int(torch.multinomial((logits.double() / temperature).softmax(-1), 1, generator=generator))
+    below_largest = logits.double() - logits.max()  # at most 0: the quotient is never inf, also for a tiny temperature
+    return int(torch.multinomial((below_largest / temperature).softmax(-1), 1, generator=generator))
 
 
 @contextlib.contextmanager
@@ -242,6 +245,8 @@ def main(arguments: argparse.Namespace) -> int:
     model = choose_model(config, arguments.model)
     codec = codec_of(config, arguments.tokenizer)
     prompt = codec.encode(arguments.prompt)
+    if not prompt:
+        raise InputError(f"--prompt must have at least one token, got {arguments.prompt!r}, which has none.")
     with open_model(arguments.folder, model, config, arguments.device) as (next_logits, about):
         print(f"megatron-sb: {about}", file=sys.stderr, flush=True)
         print(arguments.prompt, end="", flush=True)

@@ -134,8 +134,9 @@ def load(
     model = _model_with_weights(model_config, weights, source)
     if source_format == "huggingface" and (source / "generation_config.json").exists():
         with files.naming_config(source / "generation_config.json"):
-            fields = read_json_object(source / "generation_config.json")
-            model.generation_config = GenerationConfig.from_dict(fields)
+            read_json_object(source / "generation_config.json")  # its error names the file
+            # Not from_dict: transformers refuses to save some values, except in a configuration that was read here.
+            model.generation_config = GenerationConfig.from_pretrained(source)
     return model
 
 

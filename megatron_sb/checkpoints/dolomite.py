@@ -155,14 +155,16 @@ def _flat_fields(found: dict) -> dict:
         files.check_field(found, name, (False,), False)
     files.check_field(found, "scale_attn_weights", (True,), True)
     files.check_field(found, "shared_n_inner", (None,))
-    head_type = found.get("attention_head_type", "mqa")
     by_type = {"mha": found["n_head"], "mqa": 1}
+    kv_heads = found.get("num_key_value_heads") or by_type.get(found.get("attention_head_type", "mqa"))
+    if kv_heads is None:  # "gqa"
+        raise KeyError("num_key_value_heads")
     experts = {name: found.get(name, default) for name, default in (("num_experts", 8), ("num_experts_per_tok", 2))}
     return {
         "hidden_size": found["n_embd"],
         "num_hidden_layers": found["n_layer"],
         "num_attention_heads": found["n_head"],
-        "num_key_value_heads": found.get("num_key_value_heads") or by_type[head_type],
+        "num_key_value_heads": kv_heads,
         "intermediate_size": found.get("n_inner") or 4 * found["n_embd"],
         "qkv_bias": found.get("add_qkv_bias", False),
         "attention_multiplier": found.get("attention_multiplier"),

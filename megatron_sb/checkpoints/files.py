@@ -23,12 +23,19 @@ WITHOUT_VARIANTS = {
     "reach": None,
     "forget_gate": False,
 }  # fields of a model for formats without variants
+FORMATS_WITH = {  # field of a model that some formats lack -> formats that store every value of it
+    **dict.fromkeys(("logits", "reach", "forget_gate", "head_dim"), ("huggingface", "megatron")),
+    **dict.fromkeys(("remainder_bias", "head_norm", "num_experts"), ("huggingface", "megatron", "dolomite")),
+    "attend_current": ("huggingface", "megatron", "fla"),
+    "head_norm_eps": ("huggingface",),
+}
 TOKENIZER_FILES = (
     "tokenizer*",
     "tokenization_*.py",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*.jinja",
+    "additional_chat_templates/*.jinja",
     "chat_template.json",
     "vocab.*",
     "merges.txt",
@@ -127,14 +134,22 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
     """Copy the files of a tokenizer, if the source has any."""
     for path in (path for pattern in TOKENIZER_FILES for path in source.glob(pattern)):
         if path.is_file():
-            shutil.copyfile(path, folder / path.name)
+            copied = folder / path.relative_to(source)
+            copied.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copied)
 
 
 def check_supported(config: PreTrainedConfig, fixed_fields: dict[str, object], format_name: str) -> None:
-    """Raise ValueError if a field of the model differs from the only value that a format supports."""
+    """Raise ValueError if a field of the model differs from the only value that a format supports.
+
+    fixed_fields: field, one of `FORMATS_WITH` -> its only value. The message names the formats that store the field.
+    """
     for name, supported in fixed_fields.items():
         if (value := getattr(config, name)) != supported:
-            raise InputError(f"{name} must be {supported!r} in the {format_name} format, got {value!r}.")
+            raise InputError(
+                f"{name} must be {supported!r} in the {format_name} format, got {value!r}. Formats that store this "
+                f"value: {', '.join(FORMATS_WITH[name])}."
+            )
 
 
 def check_field(config: dict, name: str, supported: tuple, default: object = None) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatron_sb.huggingface.operators import (
     attend_to_filled,
@@ -45,7 +46,9 @@ REQUIRED_VALUES = {"sliding_window": None, "softcap": None, "s_aux": None, "posi
 
 
 def register() -> None:
-    """Register the attention with transformers. Importing this package calls it."""
+    """Register the attention with transformers, and the name of the model. Importing this package calls it."""
+    # Trainer finds here whether to shift the labels for label_smoothing_factor.
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[MODEL_TYPE] = "StickBreakingForCausalLM"
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
     for rope_type in (NO_ROTATION, NO_ROTATION_0_1):

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from megatron_sb.huggingface.operators import stored_head_dim
 from megatron_sb.options import LayerOptions, check_head_dim
-from megatron_sb.validation import check_counts, check_flag, check_number, head_dim_of
+from megatron_sb.validation import check_counts, check_finite, check_flag, check_number, head_dim_of
 
 
 class StickBreakingConfig(PreTrainedConfig):
@@ -54,12 +54,12 @@ class StickBreakingConfig(PreTrainedConfig):
         pad_token_id, bos_token_id, eos_token_id: special tokens. Default None.
 
     Raises:
-        TypeError: if an option of the attention, qkv_bias, output_router_logits or router_aux_loss_coef has a wrong
-            type.
+        TypeError: if an option of the attention, a multiplier, an epsilon, qkv_bias, output_router_logits or
+            router_aux_loss_coef has a wrong type.
         ValueError: if a size is not an int of at least 1, an option of the attention is out of range (see
             `megatron_sb.options.LayerOptions`), head_dim is not supported, sizes are not divisible as required,
-            num_experts_per_tok is not in [1, num_experts], router_aux_loss_coef is negative or infinite, or one of the
-            two options of the router is set without experts.
+            num_experts_per_tok is not in [1, num_experts], logits_scaling is 0, an epsilon or router_aux_loss_coef is
+            negative or infinite, or one of the two options of the router is set without experts.
 
     Example:
         >>> from megatron_sb.huggingface import StickBreakingConfig
@@ -112,6 +112,7 @@ class StickBreakingConfig(PreTrainedConfig):
         check_counts({name: getattr(self, name) for name in (*names, "num_key_value_heads")})
         self.head_dim = head_dim_of(self.hidden_size, heads, self.head_dim, "num_attention_heads")
         check_counts({"head_dim": self.head_dim})
+        self._check_numbers()
         LayerOptions(
             scale=self.attention_multiplier,
             attend_current=self.attend_current,
@@ -139,6 +140,16 @@ class StickBreakingConfig(PreTrainedConfig):
         self._resolve_router_options()
         super().__post_init__(**kwargs)
 
+    def _check_numbers(self) -> None:
+        """Validate the multipliers and the epsilons."""
+        if self.attention_multiplier is not None:
+            check_finite("attention_multiplier", self.attention_multiplier)
+        for name in ("embedding_multiplier", "residual_multiplier"):
+            check_number(name, getattr(self, name))
+        check_number("logits_scaling", self.logits_scaling, "a number other than 0", lambda x: x != 0)
+        for name in ("rms_norm_eps", "head_norm_eps"):
+            check_number(name, getattr(self, name), "a finite number of at least 0", lambda x: 0 <= x < math.inf)
+
     def _resolve_router_options(self) -> None:
         """Set the default of router_aux_loss_coef, and validate the options of the router."""
         if self.router_aux_loss_coef is None:
@@ -156,7 +167,7 @@ class StickBreakingConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Do nothing. `StickBreakingForCausalLM.save_pretrained` writes the code of this class itself."""
+        """Do nothing. `save_pretrained` of the models writes the code of this class itself."""
 
     @property
     def qk_head_dim(self) -> int | None:

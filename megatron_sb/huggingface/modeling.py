@@ -187,7 +187,24 @@ class StickBreakingPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Do nothing. `StickBreakingForCausalLM.save_pretrained` writes the code of this class itself."""
+        """Do nothing. `save_pretrained` writes the code of this class itself."""
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
+        """Save the model as transformers does, with code that runs it.
+
+        Programs that do not import megatron_sb load the model through that code, with trust_remote_code=True. Where
+        megatron_sb is not installed, the code runs the model in pure torch.
+
+        Raises:
+            ValueError: for push_to_hub=True, which would upload before the code is written. Use the method
+                `push_to_hub` instead.
+        """
+        if kwargs.get("push_to_hub"):
+            raise ValueError("push_to_hub must be False, got True. Call model.push_to_hub(REPOSITORY) instead.")
+        self.config.auto_map = {auto: f"{LOADER}.{name}" for auto, name in AUTO_CLASSES.items()}
+        super().save_pretrained(save_directory, **kwargs)
+        if kwargs.get("is_main_process", True):
+            write_code(Path(save_directory))
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """Return "stickbreaking". Raise ValueError if another attention is requested."""
@@ -308,7 +325,7 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
             use_cache: return a cache. Default None: config.use_cache.
             output_hidden_states: return the input of each layer and the output. Default None:
                 config.output_hidden_states.
-            output_attentions: must be False or None.
+            output_attentions: must be False. Default None: config.output_attentions.
             cu_seq_lens_q: int32 (documents + 1,), offsets of the documents of a single row.
             output_router_logits: return the router logits of each layer. Default None: config.output_router_logits.
             kwargs: ignored.
@@ -320,7 +337,7 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
         Raises:
             ValueError: if an argument is not supported.
         """
-        if output_attentions:
+        if self.config.output_attentions if output_attentions is None else output_attentions:
             raise ValueError("output_attentions must be False, got True: attention weights are never stored.")
         if (input_ids is None) == (inputs_embeds is None):
             both = "both" if inputs_embeds is not None else "neither"
@@ -331,7 +348,11 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
         cache = _given_cache(self, cache, past_key_values)
         if use_cache and cache is None and not self.training:
             cache = DynamicCache(config=self.config)
-        mask = create_causal_mask(self.config, x, attention_mask, cache)
+        is_of_rows = attention_mask is not None and attention_mask.shape == x.shape[:2]
+        # Documents of position_ids count if the mask has no padding. A graph does not read its values, so it breaks.
+        reads_values = position_ids is not None and is_of_rows
+        make_mask = torch.compiler.disable(create_causal_mask) if reads_values else create_causal_mask
+        mask = make_mask(self.config, x, attention_mask, cache)
         if mask is None and (cache is None or cache.get_seq_length() == 0):
             mask = document_mask(position_ids, cu_seq_lens_q, x.shape[:2])
         elif cu_seq_lens_q is not None and (cache is None or cache.get_seq_length() == 0):
@@ -377,21 +398,9 @@ class StickBreakingForCausalLM(StickBreakingPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
-        """Save the model as transformers does, with code that runs it and a model card.
-
-        Programs that do not import megatron_sb load the model through that code, with trust_remote_code=True. Where
-        megatron_sb is not installed, the code runs the model in pure torch. A README.md in the folder is kept.
-
-        Raises:
-            ValueError: for push_to_hub=True, which would upload before the code is written. Use the method
-                `push_to_hub` instead.
-        """
-        if kwargs.get("push_to_hub"):
-            raise ValueError("push_to_hub must be False, got True. Call model.push_to_hub(REPOSITORY) instead.")
-        self.config.auto_map = {auto: f"{LOADER}.{name}" for auto, name in AUTO_CLASSES.items()}
+        """Save the model and its code, and a model card. A README.md in the folder is kept. See the base class."""
         super().save_pretrained(save_directory, **kwargs)
         if kwargs.get("is_main_process", True):
-            write_code(Path(save_directory))
             write_card(Path(save_directory), self.config)
 
     def push_to_hub(
@@ -505,6 +514,7 @@ class StickBreakingForCausalLM(StickBreakingPreTrainedModel, GenerationMixin):
             output_attentions=output_attentions,
             cu_seq_lens_q=cu_seq_lens_q,
             output_router_logits=keep_routing,
+            return_dict=True,
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

@@ -235,10 +235,11 @@ def _documents_by_position(positions: Tensor, shape: tuple[int, int]) -> Tensor 
 
 
 def _documents_by_bounds(bounds: Tensor, shape: tuple[int, int]) -> Tensor | None:
-    if shape[0] != 1 or int(bounds[-1]) != shape[1]:
+    edges = bounds.tolist()
+    if shape[0] != 1 or (edges[:1], edges[-1:]) != ([0], [shape[1]]) or edges != sorted(edges):
         raise ValueError(
-            f"cu_seq_lens_q must be offsets of the documents of a single row with {shape[1]} tokens, got offsets up to "
-            f"{int(bounds[-1])} for {shape[0]} rows."
+            f"cu_seq_lens_q must be non-decreasing offsets from 0 to {shape[1]}, of the documents of a single row, got "
+            f"{edges} for {shape[0]} rows."
         )
     if len(bounds) == 2:
         return None
@@ -250,9 +251,9 @@ def _traced_documents_by_bounds(bounds: Tensor, shape: tuple[int, int]) -> Tenso
     """Do the same without a value on the host. The device checks the last offset."""
     if shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q must be offsets of the documents of a single row, got {shape[0]} rows.")
+    torch._assert_async(bounds[-1] == shape[1], "cu_seq_lens_q must end at the number of tokens")
     if len(bounds) == 2:
         return None
-    torch._assert_async(bounds[-1] == shape[1], "cu_seq_lens_q must end at the number of tokens")
     mask, rows = bounds.new_ones(shape, dtype=torch.int32), torch.arange(shape[1], device=bounds.device)
     mask.packing = Packing(rows, rows, bounds.int(), bounds.int())
     return mask

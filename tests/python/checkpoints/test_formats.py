@@ -37,6 +37,7 @@ VARIANTS = {
     "gates": GATES,
     "Euclidean logits, gates, head vectors": {"logits": "euclidean"} | GATES | HEAD_VECTORS,
 }
+WITHOUT_LIMITS = "Formats that store this value: huggingface, megatron."
 WITH_VARIANTS = {"gates", "Euclidean logits, gates, head vectors"}
 SUPPORTED = {
     "huggingface": set(VARIANTS),
@@ -90,8 +91,8 @@ def test_there_and_back(to, variant, dtype, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (GATES, "forget_gate must be False in the {} format, got True"),
-        ({"logits": "euclidean"}, "logits must be 'dot' in the {} format, got 'euclidean'"),
+        (GATES, "forget_gate must be False in the {} format, got True. " + WITHOUT_LIMITS),
+        ({"logits": "euclidean"}, "logits must be 'dot' in the {} format, got 'euclidean'. " + WITHOUT_LIMITS),
     ],
 )
 def test_formats_without_variants(to, fields, message, tmp_path, capsys):
@@ -101,6 +102,30 @@ def test_formats_without_variants(to, fields, message, tmp_path, capsys):
     assert cli.main(["convert", str(tmp_path / "model"), str(tmp_path / "out"), "--to", to]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message.format(to) in line and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("attend_current", {"attend_current": True}),
+        ("head_dim", {"head_dim": 16}),
+        ("head_norm", {"head_norm": True}),
+        ("head_norm_eps", {"head_norm": True, "head_norm_eps": 0.1}),
+        ("num_experts", EXPERTS),
+        ("reach", {"reach": [0.5, 3.0]}),
+        ("remainder_bias", {"remainder_bias": True}),
+    ],
+)
+def test_messages_name_the_formats_with_an_option(field, fields, tmp_path):
+    """Exactly the formats in the message can be written."""
+    model, messages = make_model(**fields), {}
+    for to in checkpoints.FORMATS:
+        try:
+            checkpoints.save(model, tmp_path / to, to)
+        except ValueError as error:
+            messages[to] = str(error)
+    named = {text.rpartition("store this value: ")[2] for text in messages.values() if text.startswith(f"{field} must")}
+    assert named == {", ".join(to for to in checkpoints.FORMATS if to not in messages) + "."}
 
 
 @pytest.mark.parametrize("to", checkpoints.FORMATS)
@@ -388,6 +413,8 @@ def test_the_choice_of_kv_heads_is_required(tmp_path, capsys):
         ({"position_embedding_type": "alibi"}, "position_embedding_type must be .* got 'alibi'"),
         ({"model_type": "gpt2"}, "model_type must be one of .* got 'gpt2'"),
         ({"kv_head_layout": "swapped"}, "kv_head_layout must be 'grouped' or 'tiled', got 'swapped'"),
+        ({"attention_head_type": "gqa", "num_key_value_heads": 0}, "json: num_key_value_heads is required"),
+        ({"m_emb": "12"}, "json: embedding_multiplier must be a number, got str"),
         ({"n_inner": 32}, "Weights of the wrong shape in the checkpoint .*mlp"),
     ],
 )
@@ -434,10 +461,13 @@ def test_the_command(tmp_path, capsys):
 def test_the_tokenizer_stays(tmp_path, capsys):
     """Its files come along, also through a format that does not use them."""
     make_model().save_pretrained(tmp_path / "model")
-    byte_tokenizer().save_pretrained(tmp_path / "model")
+    tokenizer, templates = byte_tokenizer(), {"default": "{{messages}}", "tools": "{{tools}}"}
+    tokenizer.chat_template = templates
+    tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "tokenizer").mkdir()  # not a file of a tokenizer
     for source, out, to in (("model", "theirs", "megatron"), ("theirs", "back", "huggingface")):
         config = ["--config", str(tmp_path / "model")] if to == "huggingface" else []
         assert cli.main(["convert", str(tmp_path / source), str(tmp_path / out), "--to", to, *config]) == 0
-    assert AutoTokenizer.from_pretrained(tmp_path / "back")("é")["input_ids"] == [0xC3, 0xA9]
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert loaded("é")["input_ids"] == [0xC3, 0xA9] and loaded.chat_template == templates
     assert not (tmp_path / "back" / "tokenizer").exists()

@@ -285,6 +285,15 @@ def test_a_damaged_generation_config(tmp_path):
         folder.load()
 
 
+def test_a_generation_config_that_transformers_only_warns_about(tmp_path):
+    """It is converted as it is. Published models have such files."""
+    folder = Folder(tmp_path, "huggingface")
+    path = folder.path / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"temperature": 0.5, "do_sample": False}))
+    assert cli.main(["convert", str(folder.path), str(tmp_path / "out"), "--to", "huggingface"]) == 0
+    assert json.loads((tmp_path / "out" / path.name).read_text())["temperature"] == 0.5
+
+
 def test_another_model_as_config(tmp_path):
     folder = Folder(tmp_path, "megatron")
     (folder.config / "config.json").write_text('{"model_type": "llama"}')

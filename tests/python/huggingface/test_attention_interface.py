@@ -214,10 +214,11 @@ def test_documents_and_padding_exclude_each_other(make):
         logits(make(), tokens(1, 8), attention_mask=mask, cu_seq_lens_q=bounds)
 
 
-def test_bounds_must_match_the_row():
-    bounds = torch.tensor([0, 3, 9], dtype=torch.int32)
-    with pytest.raises(ValueError, match=mentions("cu_seq_lens_q 9 8")):
-        logits(make_model(without_rotation()), tokens(1, 8), cu_seq_lens_q=bounds)
+@pytest.mark.parametrize("bounds", [[0, 3, 9], [2, 3, 8], [0, 5, 3, 8], []], ids=str)
+def test_bounds_must_match_the_row(bounds):
+    """Offsets from 0 to the number of tokens that do not decrease."""
+    with pytest.raises(ValueError, match=f"cu_seq_lens_q must be .* from 0 to 8, .* got {re.escape(str(bounds))} "):
+        logits(make_model(without_rotation()), tokens(1, 8), cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

@@ -46,6 +46,16 @@ def test_results_of_eager_mode(model, call):
         assert (found - model(IDS[:1]).logits).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("mask", [torch.ones_like(IDS[:1]), PADDED[1:]], ids=["ones", "padding"])
+def test_positions_next_to_a_mask(mask):
+    """The documents of position_ids count where nothing is padding, as in eager mode."""
+    torch._dynamo.reset()
+    model = decoders.make_model(**SIZES)
+    call = {"input_ids": IDS[:1], "attention_mask": mask, "position_ids": POSITIONS, "use_cache": False}
+    found = torch.compile(model, backend="eager")(**call).logits
+    torch.testing.assert_close(found, model(**call).logits, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("labels", [None, IDS], ids=["logits", "loss"])
 def test_one_graph_without_masks(labels):
     torch._dynamo.reset()
@@ -117,8 +127,9 @@ def test_gradients_of_one_graph(case):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_wrong_documents_of_a_graph():
+@pytest.mark.parametrize("offsets", [(0, 5, 11), (0, 11)], ids=str)
+def test_wrong_documents_of_a_graph(offsets):
     torch._dynamo.reset()
     compiled = torch.compile(decoders.make_model(**SIZES), fullgraph=True, backend="eager")
     with pytest.raises(RuntimeError, match="cu_seq_lens_q must end at the number of tokens"):
-        compiled(**bounds(0, 5, 11), use_cache=False)
+        compiled(**bounds(*offsets), use_cache=False)

@@ -303,6 +303,8 @@ def test_hidden_states_and_kept_logits():
     torch.testing.assert_close(made.logits, model(ids).logits[:, -2:])
     as_tuple = model(ids, labels=ids, use_cache=False, return_dict=False)
     assert [part.shape for part in as_tuple] == [(), (1, 8, 97)]
+    (only_logits,) = make_model(return_dict=False, use_cache=False)(ids)
+    torch.testing.assert_close(only_logits, as_tuple[1])
     torch.testing.assert_close(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, model(ids).logits)
 
 
@@ -313,7 +315,9 @@ def test_hidden_states_and_kept_logits():
         ({"num_key_value_heads": 3}, "num_key_value_heads 3 num_attention_heads 4"),
         ({"mass_threshold": 1.0}, "mass_threshold 1.0"),
         ({"logits": "cosine"}, "logits 'dot' 'euclidean' 'cosine'"),
-        ({"attention_multiplier": float("inf")}, "scale inf"),
+        ({"attention_multiplier": float("inf")}, "attention_multiplier inf"),
+        ({"logits_scaling": 0.0}, "logits_scaling 0.0"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps 0 -1.0"),
         ({"head_dim": 7}, "head_dim multiple 8 256 7"),
         ({"head_dim": 264}, "head_dim 256 264"),
         ({"head_dim": 0}, "head_dim 1 0"),
@@ -329,6 +333,10 @@ def test_invalid_configurations(fields, words):
     for name in ("forget_gate", "qkv_bias"):
         with pytest.raises(TypeError, match=mentions(f"{name} True False int")):
             StickBreakingConfig(**SIZES | {name: 1})
+    multipliers = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+    for name in (*multipliers, "rms_norm_eps", "head_norm_eps"):
+        with pytest.raises(TypeError, match=mentions(f"{name} number str")):
+            StickBreakingConfig(**SIZES | {name: "12"})
 
 
 def test_invalid_calls():
@@ -338,3 +346,5 @@ def test_invalid_calls():
         make_model()()
     with pytest.raises(ValueError, match=mentions("output_attentions True False")):
         make_model()(tokens(1, 4), output_attentions=True)
+    with pytest.raises(ValueError, match=mentions("output_attentions True False")):
+        make_model(output_attentions=True)(tokens(1, 4))

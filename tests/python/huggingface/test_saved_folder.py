@@ -1,5 +1,6 @@
 """The model card of a saved model, and what push_to_hub uploads. No test connects to the Hub."""
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,6 +52,13 @@ def test_a_card_is_kept(tmp_path):
     (tmp_path / "README.md").write_text("mine")
     decoders.make_model(**SIZES).save_pretrained(tmp_path)
     assert (tmp_path / "README.md").read_text() == "mine"
+
+
+def test_the_decoder_without_its_output_layer(tmp_path):
+    """Its folder, too, has the code that config.json names."""
+    decoders.make_model(**SIZES).model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"]["AutoModel"].startswith(f"{LOADER}.")
+    assert (tmp_path / f"{LOADER}.py").exists() and (tmp_path / "modeling_stick_breaking.py").exists()
 
 
 def test_only_the_main_process_writes(tmp_path):

@@ -106,6 +106,16 @@ def train(model, folder, **options):
 
 
 @each_model
+def test_label_smoothing_shifts_the_labels(make_model, tmp_path):
+    """Trainer computes this loss itself, from the logits. With almost no smoothing it is that of the model."""
+    model, row = make_model(), make_examples(1)[0]
+    trainer = Trainer(model, TrainingArguments(**arguments(tmp_path, label_smoothing_factor=1e-9)))
+    batch = default_data_collator([row])
+    expected = model(**batch).loss
+    torch.testing.assert_close(trainer.compute_loss(model, batch), expected)
+
+
+@each_model
 @pytest.mark.parametrize("reentrant", [False, True], ids=["default", "reentrant"])
 def test_trainer_with_gradient_checkpointing(make_model, reentrant, tmp_path):
     """Losses and gradients of all steps are the same bits as without, and the backward computes each layer again."""

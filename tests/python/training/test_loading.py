@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -124,6 +125,10 @@ def test_temperature_scales_the_logits():
         assert 1 - sum(draws) / len(draws) == pytest.approx(expected, abs=0.03)
 
 
+def test_the_smallest_temperature_takes_the_likeliest():
+    assert generation.sample(torch.tensor([1.0, 3.0, -5.0]), 5e-324, torch.Generator()) == 1
+
+
 def test_bytes_are_shown_by_characters():
     codec = generation.ByteCodec()
     assert codec.encode("é") == [0xC3, 0xA9]
@@ -143,6 +148,26 @@ def test_a_tokenizer(tmp_path):
     tokens = codec.encode("the mat: é")
     assert len(tokens) < len("the mat: é") and codec.vocab_size == tokenizer.get_vocab_size()
     assert "".join(codec.decode(token) for token in tokens) == "the mat: é"
+
+
+@pytest.mark.parametrize(("kind", "second"), [("WordPiece", "##ab"), ("Metaspace", "\u2581ab")])
+def test_the_first_new_token_continues_the_prompt(kind, second, tmp_path):
+    """These decoders write the first token of a text in another way."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"x": 0, second: 1}, unk_token="x"))
+    tokenizer.decoder = getattr(tokenizers.decoders, kind)()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    codec = generation.FileCodec(tmp_path / "tokenizer.json", end=0)
+    assert codec.encode("x") == [0]
+    assert codec.decode(1) == ("ab" if kind == "WordPiece" else " ab")
+
+
+def test_a_prompt_without_tokens(run, monkeypatch, capsys):
+    """Tokenizers drop some characters, such as spaces."""
+    codec = SimpleNamespace(end=0, encode=lambda text: [])
+    monkeypatch.setattr(generation, "codec_of", lambda config, tokenizer: codec)
+    assert cli.main(["generate", str(run), "--prompt", "  "]) == 2
+    assert re.search(mentions("--prompt token '  '"), capsys.readouterr().err)
 
 
 def test_without_the_tokenizers_library_the_error_names_the_extra(monkeypatch, tmp_path):
