@@ -137,7 +137,7 @@ void backward_with(KeySource& keys, const RankCall& call, const Tensor& d_o, con
                 prefixes[run] = ops::block_backward(
                     rows(d_o, run), rows(call.q, run), blocks[i].k, blocks[i].v, tables.segments[buffer],
                     record.restart_edge[buffer], record.restart_mass[buffer], ops::if_defined(record.mass_in[run]),
-                    prefixes[run], options, {rows(dq, run), gradients.dk, gradients.dv});
+                    prefixes[run], options, {rows(dq, run), gradients.dk, gradients.dv}, tables.most_keys);
             }
             keys.finish_step();
         }

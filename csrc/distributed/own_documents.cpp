@@ -29,7 +29,7 @@ Gradients own_documents_backward(const RankCall& call, const at::Tensor& d_o, co
     const ops::BlockGradients gradients = kernel_writes ? ops::empty_gradients(call.q, call.k, call.v, type)
                                                         : ops::zero_gradients(call.q, call.k, call.v);
     ops::block_backward(d_o, call.q, call.k, call.v, key_rows(call).own, record.restart_edge[0], record.restart_mass[0],
-                        std::nullopt, oldest_prefix, call.options, gradients);
+                        std::nullopt, oldest_prefix, call.options, gradients, key_rows(call).own_keys);
     return {gradients.dq.to(type), gradients.dk.to(type), gradients.dv.to(type)};
 }
 

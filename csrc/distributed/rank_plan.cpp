@@ -7,6 +7,12 @@
 namespace megatron_sb::distributed {
 namespace {
 
+int64_t most_keys(const std::vector<Segment>& segments) {
+    int32_t most = 0;
+    for (const Segment& segment : segments) most = std::max(most, segment.k_len);
+    return most;
+}
+
 // Returns the table of the segments, undefined if there are none.
 at::Tensor make_table(const std::vector<Segment>& segments, c10::Device device) {
     if (segments.empty()) return {};
@@ -21,6 +27,7 @@ SegmentTables make_tables(const plan::SegmentPlan& segment_plan, c10::Device dev
     for (const plan::BufferSegments& buffer : segment_plan.buffers) {
         tables.run_of.push_back(buffer.run);
         tables.segments.push_back(make_table(buffer.segments, device));
+        tables.most_keys = std::max(tables.most_keys, most_keys(buffer.segments));
     }
     return tables;
 }
@@ -37,6 +44,7 @@ KeyRowPlan make_key_row_plan(const plan::KeyRows& rows, const plan::KeyRowCounts
     return {.most_rows = counts.needed,
             .fit_in_ring = counts.fit_in_ring(partition),
             .own = make_table(rows.own, device),
+            .own_keys = most_keys(rows.own),
             .shared = make_row_set(rows.shared_rows, device),
             .num_rows = rows.num_rows,
             .kept = rows.kept,

@@ -31,6 +31,7 @@ struct SegmentTables {
     std::vector<plan::Run> runs;  // newest to oldest
     std::vector<int> run_of;      // by key buffer
     std::vector<at::Tensor> segments;
+    int64_t most_keys = 0;  // of one segment
 };
 
 // How a rank gets the keys that its queries see.
@@ -56,6 +57,7 @@ struct KeyRowPlan {
     int64_t most_rows;  // of the key buffer of one rank
     bool fit_in_ring;   // whether no rank has more than the chunks of a ring
     at::Tensor own;     // segments of the documents that only this rank has, on local rows; undefined: none
+    int64_t own_keys;   // most keys of one of these segments
     RowSet shared;      // all other local rows, whose queries see the key buffer
     int64_t num_rows;   // of the key buffer of this rank
     std::vector<plan::RowRange> kept;                         // its rows that this rank has

@@ -16,7 +16,7 @@ from megatron_sb.training.command import Command
 from megatron_sb.training.directory import config_of_run
 from megatron_sb.training.profiler import ProfilerWindow
 from megatron_sb.training.supervisor import EXIT_REFUSED, say, start_ranks
-from megatron_sb.validation import InputError
+from megatron_sb.validation import InputError, check_output_folder
 
 
 def main(
@@ -52,6 +52,8 @@ def main(
     try:
         config_path, out = _of_run(config_path, out, resume)
         config = configuration.load_config(config_path, overrides)
+        if out is not None:
+            check_output_folder("--out", Path(out))
         window = ProfilerWindow.parse(profile, max(stage.steps for stage in config.stages)) if profile else (0, 0)
     except (InputError, OSError) as error:
         if not isinstance(error, InputError) and error.filename is None:

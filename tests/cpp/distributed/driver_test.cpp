@@ -233,7 +233,13 @@ TEST_P(DriverTest, SendsOnlyTheKeysThatRanksNeed) {
                 const auto plan = make_rank_plan(stream.partition(layout, size), 0, at::kCPU, mode.a2a_size);
                 ASSERT_TRUE(plan.key_rows.has_value()) << mode.name;
                 EXPECT_TRUE(plan.key_rows->own.defined()) << mode.name;
+                const auto most_keys = [](const Tensor& table) {
+                    return table.defined() ? table.select(1, 3).max().item<int64_t>() : 0;
+                };
+                EXPECT_EQ(plan.key_rows->own_keys, most_keys(plan.key_rows->own)) << mode.name;
+                EXPECT_EQ(plan.gather.most_keys, most_keys(plan.gather.segments[0])) << mode.name;
                 EXPECT_EQ(plan.transfer(mode.comm), Comm::kGather) << mode.name;
+                EXPECT_TRUE(plan.keeps_keys(Comm::kGather)) << mode.name;
                 mode.comm = plan.transfer(mode.comm);
                 EXPECT_LT(worst_error(many_ranks(stream, x, layout, mode, size), expected),
                           dtype == at::kDouble ? 1e-13 : 3e-4)
