@@ -166,9 +166,7 @@ KeyRows key_rows(const KvCacheCall& in) {
     return {in.k, in.v, at::arange(b, in.cache_seqlens.options()), capacity};  // each sequence is one block
 }
 
-TensorPair through_blocks(const KvCacheCall& given, const BlockOptions& options) {
-    KvCacheCall in = given;
-    for (at::Tensor* x : {&in.q, &in.k, &in.v}) *x = unit_last_stride(*x);
+TensorPair through_blocks(const KvCacheCall& in, const BlockOptions& options) {
     const int64_t b = in.q.size(0), s_q = in.q.size(1), capacity = in.capacity().expect_int();
     check_at_most("q", "number of rows of all sequences", b * s_q, kMaxRows);
     check_at_most("k_cache", "number of positions of all sequences", b * capacity, kMaxRows);
@@ -198,8 +196,7 @@ bool decode_serves(const KvCacheCall& in) {
 
 TensorPair through_decode(const KvCacheCall& in, const BlockOptions& options) {
     const DeviceScope scope(in.q.device());
-    const at::Tensor q = aligned(unit_last_stride(in.q)), k = aligned(unit_last_stride(in.k));
-    const at::Tensor v = aligned(unit_last_stride(in.v));
+    const at::Tensor q = aligned(in.q), k = aligned(in.k), v = aligned(in.v);
     const at::Tensor ends = in.cache_seqlens.contiguous();
     const OptionalTensor firsts =
         in.cache_leftpad.has_value() ? OptionalTensor(in.cache_leftpad->contiguous()) : std::nullopt;
@@ -366,7 +363,7 @@ NoTensor kvcache_append_fake(const Arguments& arguments) {
 }
 
 TensorPair kvcache_forward(const Arguments& arguments) {
-    const KvCacheCall in(arguments);
+    KvCacheCall in(arguments);
     const BlockOptions options = read_block_options(arguments);
     check_call(in);
     check_options(options);
@@ -378,6 +375,7 @@ TensorPair kvcache_forward(const Arguments& arguments) {
         std::get<1>(results).fill_(1);
         return results;
     }
+    for (at::Tensor* x : {&in.q, &in.k, &in.v}) *x = unit_last_stride(*x);
 #if defined(SB_WITH_CUDA)
     if (in.q.is_cuda() && decode_serves(in)) return through_decode(in, options);
 #endif
@@ -407,9 +405,9 @@ TensorPair attention_kvcache(const Arguments& arguments) {
     in.q = queries_of_cache(in, given, options.scale, arguments.get<bool>("key_bias"));
     const at::Tensor cache_seqlens = append_new_keys(in, k, v);
     static const Operator kvcache_forward("megatron_sb::kvcache_forward");
-    return output_and_mass(kvcache_forward.call({{"q", unit_last_stride(in.q)},
-                                                 {"k_cache", unit_last_stride(in.k)},
-                                                 {"v_cache", unit_last_stride(in.v)},
+    return output_and_mass(kvcache_forward.call({{"q", in.q},
+                                                 {"k_cache", in.k},
+                                                 {"v_cache", in.v},
                                                  {"cache_seqlens", cache_seqlens},
                                                  {"block_table", in.block_table},
                                                  {"cache_leftpad", in.cache_leftpad},

@@ -449,5 +449,5 @@ def check_scalings(config: TrainingConfig, models: Iterable[str]) -> None:
 
 def nll_at(evaluation: dict[str, Any], stage: StageConfig) -> float:
     """Return the likelihood of an evaluation at the stage's context length; infinity if it is not a number."""
-    nll = next(entry["nll"] for entry in evaluation["results"] if entry["context"] == stage.context_length)
+    nll = verdict_tables.entry_at(evaluation["results"], stage.context_length)["nll"]
     return nll if math.isfinite(nll) else math.inf

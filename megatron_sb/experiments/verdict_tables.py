@@ -153,7 +153,7 @@ def over_seeds(results: dict[str, Any], labels: dict[str, str], trained: int) ->
                 row[str(entry["context"])] = _over(lists, entry["context"], lambda found: found["nll"])
         for entry in (entry for entry in lists[0] if "ruler" in entry):
             row[f"RULER, {entry['context']}"] = _over(lists, entry["context"], lambda found: mean_task(found)[0])
-        if all("sentence_pairs" in _entry_at(found, trained) for found in lists):
+        if all("sentence_pairs" in entry_at(found, trained) for found in lists):
             row["sentence pairs"] = _over(lists, trained, lambda found: found["sentence_pairs"]["accuracy"])
         rows.append(row)
     return _table(rows)
@@ -163,7 +163,7 @@ def by_position(results: dict[str, Any], labels: dict[str, str], trained: int) -
     """Return the likelihood by position at the trained length of the final runs."""
     rows = []
     for final in results["finals"]:
-        entry = _entry_at(final["evaluations"][0]["results"], trained)
+        entry = entry_at(final["evaluations"][0]["results"], trained)
         if "by_position" in entry:
             cells = {
                 f"{place['begin']} to {place['end'] - 1}": tables.with_error(place["nll"], place["standard_error"])
@@ -204,6 +204,11 @@ def ruler(results: dict[str, Any], labels: dict[str, str]) -> DataFrame | None:
     return _table(rows)
 
 
+def entry_at(entries: Sequence[dict[str, Any]], context: int) -> dict[str, Any]:
+    """Return the entry of an evaluation for a context length."""
+    return next(entry for entry in entries if entry["context"] == context)
+
+
 def mean_task(entry: dict[str, Any]) -> tuple[float, float, float]:
     """Return the mean over tasks of the accuracy, its standard error over samples, and the mean of right bytes."""
     scores = list(entry["ruler"].values())
@@ -216,7 +221,7 @@ def sentence_pairs(results: dict[str, Any], labels: dict[str, str], trained: int
     """Return the accuracy of the final runs on sentence pairs: a row for each arm."""
     rows = []
     for final in results["finals"]:
-        score = _entry_at(final["evaluations"][0]["results"], trained).get("sentence_pairs")
+        score = entry_at(final["evaluations"][0]["results"], trained).get("sentence_pairs")
         if score is not None:
             accuracy = tables.with_error(score["accuracy"], score["standard_error"], ".1%")
             rows.append({"attention": labels[final["arm"]], "accuracy": accuracy})
@@ -248,14 +253,9 @@ def rates(results: dict[str, Any], labels: dict[str, str]) -> DataFrame | None:
     return _table(list(rows.values()))
 
 
-def _entry_at(entries: Sequence[dict[str, Any]], context: int) -> dict[str, Any]:
-    """Return the entry of an evaluation for a context length."""
-    return next(entry for entry in entries if entry["context"] == context)
-
-
 def _over(lists: Sequence[list[dict[str, Any]]], context: int, value_of: Callable[[dict[str, Any]], float]) -> str:
     """Return the mean over runs, and its standard error over them, of a value at a context length."""
-    values = [value_of(_entry_at(found, context)) for found in lists]
+    values = [value_of(entry_at(found, context)) for found in lists]
     return tables.with_error(*mean_and_error(values))
 
 

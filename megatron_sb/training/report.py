@@ -103,11 +103,10 @@ class Report:
         """
         if self._wandb:
             self._wandb.open(model)
-        stages = self._config.stages
-        kept_steps = {stage.name: progress.step} | {each.name: 0 for each in stages[stages.index(stage) + 1 :]}
-        for each in stages:
-            if each.name in kept_steps:
-                remove_later_results(self.out, model, each, kept_steps[each.name])
+        later = self._config.stages[self._config.stages.index(stage) + 1 :]
+        kept_steps = {stage.name: progress.step} | {each.name: 0 for each in later}
+        for each in (stage, *later):
+            remove_later_results(self.out, model, each, kept_steps[each.name])
         kept = [
             line
             for line in self.metrics()

@@ -9,6 +9,7 @@ tasks `blimp_*` do the same after an end-of-document token, which byte-level mod
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -90,16 +91,12 @@ def accuracy_on_pairs(
     at_once = windows_at_once(length, stage.context_length, config.data.vocab_size)
     (losses,) = score_windows(engine, [engine.window_losses], batch_of, len(parts), at_once, watch)
     good, bad = losses.numpy().reshape(-1, 2).T
-    shares, variances, begin = {}, [], 0
-    for name, found in pairs.items():
-        right = good[begin : begin + len(found)] < bad[begin : begin + len(found)]
-        shares[name], error = mean_and_error(right.tolist())
-        variances.append((error or 0.0) ** 2)
-        begin += len(found)
+    by_file = np.split(good < bad, np.cumsum([len(found) for found in pairs.values()])[:-1])
+    shares, errors = zip(*(mean_and_error(right.tolist()) for right in by_file), strict=True)
     return {
-        "accuracy": float(np.mean(list(shares.values()))),
-        "standard_error": float(np.sqrt(sum(variances)) / len(shares)),
-        "by_file": shares,
+        "accuracy": math.fsum(shares) / len(shares),
+        "standard_error": math.hypot(*(error or 0.0 for error in errors)) / len(errors),
+        "by_file": dict(zip(pairs, shares, strict=True)),
         "pairs": len(good),
     }
 

@@ -13,14 +13,12 @@ from megatron_sb.experiments.ruler.rows import MixedSampler
 from megatron_sb.experiments.ruler.tasks import TASKS
 from megatron_sb.experiments.ruler.texts import load_texts
 from megatron_sb.training.config import (
-    BYTE_VOCAB_SIZE,
     DocumentDataConfig,
     IndexedDataConfig,
     StageConfig,
     TextDataConfig,
     TrainingConfig,
 )
-from megatron_sb.training.config.data import BYTE_TOKENS
 from megatron_sb.training.config.types import BelowOne, NonNegativeInt, PositiveInt, section
 from megatron_sb.training.evaluate import UNWATCHED, Watch
 from megatron_sb.training.task import DocumentTask
@@ -46,11 +44,7 @@ class RulerFields(DocumentDataConfig):
     def problems(self, config: TrainingConfig) -> Iterator[str]:
         """See `DataConfig.problems`."""
         yield from super().problems(config)
-        if (self.vocab_size, self.end_of_document) != BYTE_TOKENS:
-            yield (
-                f"data.vocab_size and data.end_of_document must be {BYTE_VOCAB_SIZE} and {BYTE_VOCAB_SIZE - 1} for "
-                f"RULER's tasks, whose tokens are bytes, got {self.vocab_size} and {self.end_of_document}"
-            )
+        yield from self.problems_of_bytes("RULER's tasks")
         ranks = config.parallel.ranks
         if self.ruler_samples and ranks > 1:
             yield f"parallel.ranks must be 1 with data.ruler_samples = {self.ruler_samples}, got {ranks}"

@@ -12,7 +12,6 @@ STANDARD_LIBRARY = "python-stdlib"
 SITE_PACKAGES = "python-site-packages"
 TEXT_OF_PYTHON = (STANDARD_LIBRARY, SITE_PACKAGES)  # names that data.paths accepts in place of a path
 BYTE_VOCAB_SIZE = 257  # 256 bytes and the end-of-document token
-BYTE_TOKENS = (BYTE_VOCAB_SIZE, BYTE_VOCAB_SIZE - 1)  # vocab_size and end_of_document of texts whose tokens are bytes
 
 
 @section
@@ -30,10 +29,16 @@ class DocumentDataConfig(DataConfig):
             yield "data.paths must have at least one item, got []"
         if len(set(self.paths)) != len(self.paths):
             yield f"data.paths must have different items, got {list(self.paths)!r}"
-        if config.evaluation.sentence_pairs and (self.vocab_size, self.end_of_document) != BYTE_TOKENS:
+        if config.evaluation.sentence_pairs:
+            yield from self.problems_of_bytes("evaluation.sentence_pairs")
+
+    def problems_of_bytes(self, needed_by: str) -> Iterator[str]:
+        """Yield a sentence if the tokens of the documents are not the bytes that something needs."""
+        wanted = BYTE_VOCAB_SIZE, BYTE_VOCAB_SIZE - 1
+        if (self.vocab_size, self.end_of_document) != wanted:
             yield (
-                f"data.vocab_size and data.end_of_document must be {BYTE_VOCAB_SIZE} and {BYTE_VOCAB_SIZE - 1} for "
-                f"evaluation.sentence_pairs, whose tokens are bytes, got {self.vocab_size} and {self.end_of_document}"
+                f"data.vocab_size and data.end_of_document must be {wanted[0]} and {wanted[1]} for {needed_by}, whose "
+                f"tokens are bytes, got {self.vocab_size} and {self.end_of_document}"
             )
 
     def stage_problems(self, config: TrainingConfig, stage: StageConfig, path: str) -> Iterator[str]:
