@@ -3,18 +3,17 @@
 The model is megatron_sb.planning.context_parallel. This script compares it with records, and prints tables for more
 ranks than were measured.
 
-Compared with the medians on 2 and on 4 GPUs of 2026-11-22, no dense row is off by more than 9%. The largest errors:
+Compared with the medians on 2 and on 4 H200s of 2026-11-28, no dense row is off by more than 7%. The largest errors:
 
-- p2p of 16K rows on 2 GPUs, forward and backward, took 9% longer than predicted.
-- all_gather and a2a of 16K rows on 4 GPUs took up to 7% less; so did forward and backward of all_gather at 64K.
+- the forward of a2a and all_gather at 16K rows took 6% to 7% less than predicted;
+- on the machine with 4 GPUs, one GPU at 16K took up to 6% longer, p2p forward and backward at 64K 6% less.
 
-Back to back, the model is within 8% from 64K rows on. At 16K it predicts up to 14% too few TFLOP/s: the model assumes
-that the power limit lowers the clocks, and with several GPUs at 16K it hardly did.
+Back to back, the model is within 8% from 64K rows on, and p2p of 16K rows on 4 GPUs, which the host limits. At 16K it
+predicts up to 13% too few TFLOP/s for the rest: the model assumes that the power limit lowers the clocks, and with
+several GPUs at 16K it hardly did.
 
-On H100s (2026-11-26), p2p of 16K rows took 12% to 19% longer than predicted; all other dense rows are within 9%.
-
-python benchmarks/context_parallel_model.py compare benchmarks/results/2026-11-22-4xh200-context-parallel.json
-python benchmarks/context_parallel_model.py compare benchmarks/results/2026-11-22-2xh200-context-parallel.json
+python benchmarks/context_parallel_model.py compare benchmarks/results/2026-11-28-4xh200-context-parallel.json
+python benchmarks/context_parallel_model.py compare benchmarks/results/2026-11-28-2xh200-context-parallel.json
 python benchmarks/context_parallel_model.py table
 """
 
@@ -33,9 +32,10 @@ SHAPE, MOST_GATHERED = Shape(0, heads=32, kv_heads=8), 20e9  # bytes
 
 
 def measured_rows(path: Path) -> list[tuple[Shape, int, dict]]:
-    """Return (shape, ranks, row) for each dense row of a JSON file of context_parallel.py."""
-    found = []
-    for row in json.loads(path.read_text())["rows"]:
+    """Return (shape, ranks, row) for each dense row of a JSON file of context_parallel.py, or of several in one."""
+    measured, found = json.loads(path.read_text()), []
+    runs = [measured] if "rows" in measured else measured.values()
+    for row in (row for run in runs for row in run["rows"]):
         sizes = re.fullmatch(r"L=(\d+) h=(\d+)(?::(\d+))? d=(\d+)", row["what"])
         if not sizes or "error" in row or row["name"] not in (*MODES, "one GPU"):
             continue

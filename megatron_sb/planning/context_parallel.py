@@ -17,7 +17,7 @@ import numpy as np
 
 MODES = ("p2p", "all_gather", "a2a")
 FLOPS = {"forward": 1.0, "backward": 2.5}  # operations, as multiples of the forward's
-HOST = {"forward": 1.0, "backward": 3.2}  # host time of a step of p2p, as multiples of the forward's
+HOST = {"forward": 1.0, "backward": 3.0}  # host time of a step of p2p, as multiples of the forward's
 CALLS = {"forward": ("forward",), "both": ("forward", "backward")}
 HEAD_GROUPS, ROWS_TO_SPLIT = 4, 32768  # csrc/distributed/rank_plan.h
 TILE, STEP_ROWS = 128, 64  # of the Hopper kernels: rows of a tile of queries or keys; query rows of a backward step
@@ -30,15 +30,16 @@ class Machine:
     One set of constants serves all modes, sizes, directions and numbers of GPUs. The first estimates of tiles, steps
     and work items come from calls on one GPU. Those of launches, memory, links and multiprocessors of transfers come
     from a timeline of 4 GPUs. Then all were fitted together to the medians on 2 and 4 GPUs of 2026-11-22, starting from
-    these estimates, and rounded. link_hop is assumed.
+    these estimates, and rounded. Those of tiles, steps, launches and the rest were fitted again to the medians of
+    2026-11-28. link_hop is assumed.
     """
 
     multiprocessors: int = 132
-    forward_tile: float = 1.75  # 128 x 128 pairs of head_dim 128 on one multiprocessor, at the power limit
-    backward_step: float = 3.07  # 64 x 128 pairs
+    forward_tile: float = 1.73  # 128 x 128 pairs of head_dim 128 on one multiprocessor, at the power limit
+    backward_step: float = 2.85  # 64 x 128 pairs
     work_item: float = 3.5  # between two work items of a multiprocessor
-    forward_launch: float = 8.0  # a block's kernel and its preparation
-    backward_launch: float = 60.0  # the same for a backward, with its planning and the start of its chains of tiles
+    forward_launch: float = 16.0  # a block's kernel and its preparation
+    backward_launch: float = 65.0  # the same for a backward, with its planning and the start of its chains of tiles
     kernel: float = 2.5  # smallest time of any other kernel
     memory_tbytes: float = 2.6  # TB/s that other kernels read and write
     link_gbytes: float = 290.0  # GB/s that a rank sends, and receives at the same time
@@ -46,7 +47,7 @@ class Machine:
     link_hop: float = 1.0  # latency for each further rank of a collective
     link_multiprocessors: int = 12  # multiprocessors that a collective takes from a kernel that runs under it
     ring_multiprocessors: int = 20  # the same for a transfer of p2p between neighbours
-    rest_credit: float = 550.0  # time saved by a rest before a call, because power then allows more. 0: back to back
+    rest_credit: float = 560.0  # time saved by a rest before a call, because power then allows more. 0: back to back
     highest_clock: float = 0.87  # lower bound: the rest leaves at least this part of tiles, steps and work items
     host_step: float = 0.0  # host time to queue a step of a p2p forward. 0: the host is ahead, or a CUDA graph is used
 
@@ -56,9 +57,9 @@ class Machine:
         return replace(self, **{name: self.highest_clock * getattr(self, name) for name in clocked})
 
 
-# The tables assume calls back to back, without a rest. On 4 GPUs p2p of 16K rows took 3.47 ms back to back, and the
-# host needed 3.49 ms to queue it. The forward of 4 steps is assumed to need 0.83 ms of this, the time it took alone.
-BACK_TO_BACK = Machine(rest_credit=0.0, host_step=205.0)
+# The tables assume calls back to back, without a rest. The host limited p2p of 16K rows on 4 GPUs (2026-11-28): back to
+# back, a forward of 4 steps took 1.16 ms, forward and backward 4.57 ms.
+BACK_TO_BACK = Machine(rest_credit=0.0, host_step=280.0)
 
 # The kernels around the blocks, in the code measured on 2026-11-22. Each entry has the number of kernels, and how often
 # they read or write the bytes of three 16-bit tensors. An fp32 tensor counts twice.

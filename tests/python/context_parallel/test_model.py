@@ -97,20 +97,19 @@ def test_number_of_heads_limits_the_ranks_of_a2a(script):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_predictions_agree_with_measurements(script, ranks, capsys):
-    measured = RESULTS / f"2026-11-22-{ranks}xh200-context-parallel.json"
+    measured = RESULTS / f"2026-11-28-{ranks}xh200-context-parallel.json"
     assert script.compare(measured, within=0.1), capsys.readouterr().out
     names = {(row["name"], ranks) for _, ranks, row in script.measured_rows(measured)}
     assert names == {(mode, ranks) for mode in MODES} | {("one GPU", 1)}
     assert not script.compare(measured, within=0.001)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_predictions_agree_with_other_gpus(script, ranks):
-    """H100s, which the model was not fitted to. There p2p of 16K rows takes longer than predicted."""
-    rows = script.measured_rows(RESULTS / f"2026-11-26-{ranks}xh100-context-parallel.json")
-    assert {(row["name"], n) for _, n, row in rows} == {(mode, ranks) for mode in MODES} | {("one GPU", 1)}
+def test_predictions_agree_with_other_gpus(script):
+    """H100s, which the model was not fitted to. There p2p of 16K rows takes a little longer than predicted."""
+    rows = script.measured_rows(RESULTS / "2026-11-27-4xh100-context-parallel.json")
+    assert {(row["name"], n) for _, n, row in rows} == {(mode, n) for mode in MODES for n in (2, 4)} | {("one GPU", 1)}
     for shape, n, row in rows:
-        bound = 0.2 if row["name"] == "p2p" and shape.length == 16384 else 0.1
+        bound = 0.12 if row["name"] == "p2p" and shape.length == 16384 else 0.1
         for call in script.CALLS:
             predicted = script.predicted_ms(shape, n, row["name"], call)
             assert abs(predicted / row[call]["ms"] - 1) < bound, (row["what"], row["name"], call)
