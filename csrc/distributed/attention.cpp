@@ -230,6 +230,10 @@ auto explain_failure(const ContextParallelPlan& plan, const AgreedCall& agreed, 
     }
 }
 
+// The operators that a pass calls skip the layers of autograd, which would record nothing here. A pass of p2p calls
+// hundreds of them, most of them views, and at 16K rows on four GPUs the host limits it.
+using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
+
 // What the backward needs of a call, except for tensors.
 struct SavedCall : torch::CustomClassHolder {
     PlanPointer plan;
@@ -249,6 +253,7 @@ class Attend : public torch::autograd::Function<Attend> {
     // Writes o_sizes and num_kv_heads of `call`.
     static variable_list forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                  const SavedCallPointer& call, bool keep_record) {
+        const BelowAutograd below_autograd;
         const Route route = make_route(*call->plan, call->route, q.device());
         const RouteOutput result = route_forward(route, q, k, v, call->options, keep_record, call->return_mass);
         call->o_sizes = result.o.sizes().vec();
@@ -267,6 +272,7 @@ class Attend : public torch::autograd::Function<Attend> {
         variable_list sources = ops::inputs_of_running_node();
         sources.insert(sources.end(), grads.begin(), grads.end());
         variable_list gradients = ops::once_differentiable(sources, [&]() -> variable_list {
+            const BelowAutograd below_autograd;
             const Route route = make_route(*call->plan, call->route, saved[0].device());
             const at::Tensor d_o =
                 grads[0].defined() ? ops::unit_last_stride(grads[0]) : at::zeros(call->o_sizes, saved[0].options());
