@@ -60,7 +60,7 @@ class StickBreakingOptions(LayerOptions):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the stick-breaking flags to a parser.
+    """Add the stick-breaking flags to a parser. A parser that has them already does not change.
 
     Args:
         parser: any parser. This function can be Megatron's `extra_args_provider`.
@@ -74,6 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         >>> add_arguments(argparse.ArgumentParser()).parse_args(["--sb-head-norm"]).sb_head_norm
         True
     """
+    if "--stick-breaking-attention" in parser._option_string_actions:  # the launcher has added them before the script
+        return parser
     group = parser.add_argument_group(title="stick-breaking attention")
     group.add_argument(
         "--stick-breaking-attention",

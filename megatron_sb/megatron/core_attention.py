@@ -149,7 +149,7 @@ class StickBreakingCoreAttention(MegatronModule):
         self._add_head_vector("norm_bias", 0.0, self.options.head_norm)
 
     def _scale_of(self, softmax_scale: float | None) -> float:
-        """Return the factor of the logits, and check the channels of multi-latent attention.
+        """Return the factor of the logits, and check the channels of a head.
 
         Multi-latent attention always passes a scale, mscale^2 / sqrt(k_channels). Euclidean logits have no factor
         1 / sqrt(k_channels), so that mscale^2 remains.
@@ -159,6 +159,8 @@ class StickBreakingCoreAttention(MegatronModule):
             sum_of_both = "qk_head_dim + qk_pos_emb_head_dim (--qk-head-dim, --qk-pos-emb-head-dim)"
             check_head_dim(sum_of_both, self.k_channels, extra_columns=euclidean)
             check_head_dim("v_head_dim (--v-head-dim)", self.v_channels)
+        else:
+            check_head_dim("config.kv_channels (--kv-channels)", self.k_channels, extra_columns=euclidean)
         if softmax_scale is None:
             return 1.0 if euclidean else 1.0 / math.sqrt(self.k_channels)
         return softmax_scale * math.sqrt(self.k_channels) if self.is_latent and euclidean else softmax_scale

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -97,7 +98,7 @@ class _DataSet:
             )
         try:
             mapped = IndexedDataset(prefix)
-        except (AssertionError, ValueError) as error:
+        except (AssertionError, ValueError, struct.error) as error:
             raise InputError(f"{prefix}.idx or {prefix}.bin is damaged: {error}") from error
         self._dtype = np.dtype(mapped.index.dtype)
         self._num_sequences = len(mapped.sequence_lengths)

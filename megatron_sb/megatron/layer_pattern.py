@@ -21,7 +21,7 @@ def layer_pattern(text: str) -> tuple[int, ...]:
         entries = _evaluate(ast.parse(text.strip(), mode="eval").body)
         if isinstance(entries, list) and all(isinstance(entry, int) for entry in entries):
             return tuple(entries)
-    except (SyntaxError, TypeError, ValueError):
+    except (MemoryError, OverflowError, SyntaxError, TypeError, ValueError):
         pass
     raise argparse.ArgumentTypeError(f"must be a list of layers such as ([1]*3+[0]*1)*10, got {text!r}.")
 

@@ -19,6 +19,7 @@ ATTENTION_SYMBOLS = REPLACEABLE_SYMBOLS + "D"
 LINEAR_ATTENTION = "gated_delta_net"
 # Megatron-Core 0.16 has the second name.
 PATTERN_SETTINGS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+BLOCK_CONFIG_SETTINGS = ("heterogeneous_layers_config_encoded_json", "heterogeneous_layers_config_path")
 
 
 def attention_layers_in(pattern: str) -> tuple[int, ...]:
@@ -80,6 +81,11 @@ def attention_layers_of(*sources: object) -> tuple[int, ...]:
         without = [entry.get("no_op") or entry.get("replace_with_linear") for entry in attentions]
     elif _first(("experimental_attention_variant",), sources) == LINEAR_ATTENTION:
         frequency = _first(("linear_attention_freq",), sources)
+        if not frequency:
+            raise ValueError(
+                "linear_attention_freq (--linear-attention-freq) must be a positive number or a list together with "
+                f"layers (--sb-layers) in a model with gated delta nets, got {frequency!r}."
+            )
         every = isinstance(frequency, int)
         without = [(i + 1) % frequency != 0 for i in range(num_layers)] if every else frequency
     return tuple(number for number, is_without in enumerate(without, 1) if not is_without)
@@ -160,14 +166,13 @@ def _first(names: tuple[str, ...], sources: tuple) -> object:
 
 def _is_heterogeneous(sources: tuple) -> bool:
     return any(getattr(source, "heterogeneous_block_specs", False) for source in sources) or bool(
-        _first(("heterogeneous_layers_config_path",), sources)
+        _first(BLOCK_CONFIG_SETTINGS, sources)
     )
 
 
 def _block_configs(sources: tuple) -> list[dict]:
     """Return the block configs of a heterogeneous model. The config of one of its layers does not have them."""
-    text = _first(("heterogeneous_layers_config_encoded_json",), sources)
-    path = _first(("heterogeneous_layers_config_path",), sources)
+    text, path = (_first((name,), sources) for name in BLOCK_CONFIG_SETTINGS)
     if not text and not path:
         raise ValueError(
             "config must be given to with_stickbreaking together with layers in a heterogeneous model, got None: pass "

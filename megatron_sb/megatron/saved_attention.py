@@ -3,7 +3,8 @@
 Megatron saves the script's arguments in every checkpoint, and with them the `--sb-*` flags. It does not compare them:
 the weights of a model have the same names and shapes with every kind of attention. `compare_when_loading` makes
 `megatron.training.checkpointing` compare them. The launcher calls it, and so does a stick-breaking layer that is built
-in a script of Megatron's. The layer also records its options in the arguments, for scripts that set them without flags.
+in a script of Megatron's. `with_stickbreaking` and the layer also record the options in the arguments, for scripts that
+set them without flags.
 
 The checkpoints of such models contain a marker (see `StickBreakingCoreAttention.sharded_state_dict`) that a softmax
 model does not know. Megatron's strict loading reports it, also in scripts without this package.
@@ -35,10 +36,14 @@ SWITCH = "stick_breaking_attention"
 CHECKPOINTING = "megatron.training.checkpointing"
 REPLACED = ("_load_base_checkpoint", "_build_sharded_state_dict_metadata")  # functions of that module
 SPEC_MODULE = "megatron_sb.megatron.spec"
+STACK = "decoder.layers."  # in the names of weights, followed by the number of a layer if it has names of its own
 
 
 def record_options(options: StickBreakingOptions) -> None:
-    """Write the options of a layer into the script's arguments, which Megatron saves in checkpoints.
+    """Write the options of a model into the script's arguments, which Megatron saves in checkpoints.
+
+    Arguments that say the same already do not change: Megatron requires that all ranks save equal arguments, and only
+    the ranks with stick-breaking layers call this function after a parser has made them.
 
     Without a Megatron training script in this process, this function has no effect.
     """
@@ -47,7 +52,10 @@ def record_options(options: StickBreakingOptions) -> None:
         return
     setattr(args, SWITCH, True)
     for name in COMPARED:
-        setattr(args, f"sb_{name}", getattr(options, name))
+        value, flag = getattr(options, name), f"sb_{name}"
+        found = getattr(args, flag, ...)  # a parser makes lists
+        if (tuple(found) if isinstance(found, list) else found) != value:
+            setattr(args, flag, value)
     compare_when_loading()
 
 
@@ -98,6 +106,34 @@ pass --sb-logits euclidean, or pass --sb-allow-mismatch to load the weights into
             )
 
 
+def _check_layer_names(saved: argparse.Namespace | None, folder: Path, args: argparse.Namespace) -> None:
+    """Raise ValueError if a distributed checkpoint lacks the names of the weights of a mixed model.
+
+    It names the weights of each layer, or stacks those of all layers under one name. Mixed models need the former.
+    Megatron would list all names as missing keys.
+
+    Args:
+        saved: the arguments in the checkpoint. None if it has none.
+        folder: the checkpoint, of any format.
+        args: the arguments of the script.
+    """
+    layers = getattr(args, "sb_layers", None) if _attention_of(args)[SWITCH] else None
+    if layers is None or getattr(saved, "sb_layers", None) is not None or not (folder / ".metadata").is_file():
+        return
+    from megatron_sb.megatron.metadata import read_metadata
+
+    try:
+        names = [name for name in read_metadata(folder).state_dict_metadata if STACK in name]
+    except ValueError:
+        return  # Megatron reads it, too, and says what is wrong
+    if names and not any(name.partition(STACK)[2][0].isdigit() for name in names):
+        raise ValueError(
+            f"args.sb_layers (--sb-layers) must be None with the distributed checkpoint {folder}, got {layers!r}: it "
+            "stacks the weights of all layers, and a model with --sb-layers names them layer by layer. Convert the "
+            "checkpoint with Megatron's --ckpt-convert-format torch first."
+        )
+
+
 def _attention_of(args: argparse.Namespace) -> dict:
     """Return the value of each compared argument. A missing argument has the default of its flag."""
     found = {SWITCH: bool(getattr(args, SWITCH, False)) or SPEC_MODULE in (getattr(args, "spec", None) or ())}
@@ -120,6 +156,17 @@ def _saved_attention(saved: argparse.Namespace | None, folder: Path, args: argpa
     # Without the flags, a script of older releases did not record what it passed to with_stickbreaking.
     known = found[SWITCH] or hasattr(saved, SWITCH) or hasattr(args, "sb_allow_mismatch")
     return found if known else None
+
+
+def _expect_saved_layers(state: dict, args: argparse.Namespace) -> None:
+    """Let Megatron load the names and markers that a distributed checkpoint has. They depend on the saved layers."""
+    saved, metadata = state.get("args"), state.get("content_metadata")
+    if not saved or not metadata or not _attention_of(saved)[SWITCH]:
+        return
+    if getattr(saved, "sb_layers", None) is not None:
+        metadata["non_homogeneous_layers"] = True  # checkpoints of older releases of this package do not say it
+    if _attention_of(saved)["sb_layers"] != _attention_of(args)["sb_layers"]:
+        metadata.pop(MARKER, None)  # it would miss those of other layers
 
 
 def _remedy(flag: str, value: object) -> str:
@@ -155,6 +202,8 @@ def _patch(checkpointing: ModuleType) -> None:
         # With --use-checkpoint-args Megatron also reads a checkpoint while it parses the arguments.
         if state and args is script_arguments():
             check_checkpoint(state.get("args"), Path(path), args)
+            _check_layer_names(state.get("args"), Path(path), args)
+            _expect_saved_layers(state, args)
         return loaded
 
     load.compares_attention = True
@@ -164,7 +213,11 @@ def _patch(checkpointing: ModuleType) -> None:
     @functools.wraps(stock_metadata)
     def build_metadata(args, *others, **kwargs):
         metadata = stock_metadata(args, *others, **kwargs)
-        return {**metadata, MARKER: True} if _attention_of(args)[SWITCH] else metadata
+        if not _attention_of(args)[SWITCH]:
+            return metadata
+        # Megatron reads these when it loads the checkpoint, also into a model without mixed layers.
+        names = {} if getattr(args, "sb_layers", None) is None else {"non_homogeneous_layers": True}
+        return {**metadata, MARKER: True, **names}
 
     checkpointing._build_sharded_state_dict_metadata = build_metadata
 

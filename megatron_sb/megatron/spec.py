@@ -29,6 +29,7 @@ from megatron_sb.megatron.layer_selection import (
     is_selected,
     keeps_softmax,
 )
+from megatron_sb.megatron.saved_attention import record_options
 from megatron_sb.megatron.settings import script_arguments
 from megatron_sb.megatron.stand_ins import install_stand_ins
 
@@ -96,6 +97,7 @@ def with_stickbreaking(spec, *, config=None, hybrid_layer_pattern: str | None = 
         'StickBreakingCoreAttention'
     """
     numbers, choices = None, StickBreakingOptions(**options)
+    record_options(choices)  # here, because a pipeline stage can have no stick-breaking layer
     pattern = hybrid_layer_pattern or hybrid_pattern_of(config, script_arguments())
     stack = getattr(spec, "submodules", spec)
     if hasattr(stack, "attention_layer") and choices.layers is not None and pattern is None:
@@ -315,7 +317,7 @@ def _bare_layer_spec() -> ModuleSpec:
         stock = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
     else:
         stock = gpt_layer_specs.get_gpt_layer_local_spec()
-    spec = with_stickbreaking(stock)
+    spec = _replace_in_layers(stock, StickBreakingOptions(), None)
     spec.submodules.self_attention.module = _DenseSelfAttention
     return spec
 

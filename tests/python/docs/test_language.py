@@ -130,6 +130,7 @@ FOREIGN = (
     "No matching distribution found",
     "No module named",
     "Transformer Engine is not installed",
+    "Unsafe side effect",
     "Unsupported gpu architecture",
     "Received data size doesn't match",
     "Watchdog caught",

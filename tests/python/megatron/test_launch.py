@@ -147,9 +147,28 @@ def test_heterogeneous_models_of_a_training_script(tmp_path):
     cores = [core for _, core, _ in json.loads((tmp_path / "layers.json").read_text())]
     assert cores == ["DotProductAttention", "StickBreakingCoreAttention"]
 
+    args, options = parse(AS_HETEROGENEOUS + " --sb-layers [0,1]")
+    args.heterogeneous_layers_config_encoded_json = json.dumps(HETEROGENEOUS)  # Megatron accepts it without the path
+    launch._check_layers(args, options)
+
     done = build_only(flags.replace("[0,1]", "[0,1,1]"), tmp_path / "no.json")
     assert done.returncode != 0
     assert re.search(mentions("--sb-layers (0, 1, 1) 2 3 (1, 3)"), done.stderr)
+
+
+@needs_training
+def test_a_script_that_adds_the_flags_itself(tmp_path):
+    """Such a script also runs under the launcher, which adds them first."""
+    script, out = tmp_path / "pretrain.py", tmp_path / "layers.json"
+    own, both = "=add_own_arguments)", "=lambda parser: add_arguments(add_own_arguments(parser)))"
+    text = PRETRAIN.read_text()
+    assert own in text
+    script.write_text("from megatron_sb.megatron import add_arguments\n" + text.replace(own, both))
+    flags = f"--stick-breaking-attention --sb-head-norm {ACCEPTED} --use-cpu-initialization --build-only {out}"
+    command = ["-m", "megatron_sb.megatron.launch", script, *MEGATRON.split(), *flags.split()]
+    done = run_python(command, seconds=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(out.read_text()) == [["CheckedSelfAttention", "StickBreakingCoreAttention", "LayerNorm"]] * 2
 
 
 @needs_training

@@ -240,6 +240,7 @@ UNSUPPORTED_SETTINGS = {
     ),
     "fp8 multi head": ({"fp8_multi_head_attention": True}, "config.fp8_multi_head_attention True"),
     "flash_decode": ({"flash_decode": True}, "config.flash_decode True --flash-decode softmax"),
+    "kv_channels": ({"kv_channels": 20}, "config.kv_channels --kv-channels 8 256 20"),
 }
 
 
@@ -247,6 +248,12 @@ UNSUPPORTED_SETTINGS = {
 def test_unsupported_settings(changes, words):
     with pytest.raises(ValueError, match=mentions(words)):
         make_core(small_config(**changes))
+
+
+def test_channels_of_euclidean_logits():
+    options = StickBreakingOptions(logits="euclidean")
+    with pytest.raises(ValueError, match=mentions("config.kv_channels --kv-channels 8 248 256")):
+        make_core(small_config(kv_channels=256), options=options)
 
 
 def test_latent_attention():

@@ -1,5 +1,6 @@
 """Models whose layers are not all attention: which layers become stick-breaking, on every way in."""
 
+import argparse
 import math
 import re
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ import pytest
 from support.launch import run_worker
 from support.messages import mentions
 
+from megatron_sb.megatron.layer_pattern import layer_pattern
 from megatron_sb.megatron.layer_selection import attention_layers_in, attention_layers_of
 
 STICK_BREAKING, SOFTMAX = "StickBreakingCoreAttention", "DotProductAttention"
@@ -167,7 +169,20 @@ def test_attention_layers_of_linear_attention():
     assert attention_layers_of(linear) == (2, 3)
 
 
+@pytest.mark.parametrize("frequency", [None, 0])
+def test_attention_layers_of_linear_attention_need_a_frequency(frequency):
+    linear = SimpleNamespace(num_layers=4, experimental_attention_variant="gated_delta_net")
+    linear.linear_attention_freq = frequency
+    with pytest.raises(ValueError, match=mentions(f"--linear-attention-freq --sb-layers {frequency}")):
+        attention_layers_of(linear)
+
+
 def test_attention_layers_of_ratios_are_an_error():
     ratios = SimpleNamespace(num_layers=4, hybrid_attention_ratio=0.5)
     with pytest.raises(ValueError, match=mentions("--sb-layers --hybrid-override-pattern 0.5")):
         attention_layers_of(ratios)
+
+
+def test_a_pattern_that_no_list_can_hold():
+    with pytest.raises(argparse.ArgumentTypeError, match=mentions("[1]*99999999999999999999")):
+        layer_pattern("[1]*99999999999999999999")

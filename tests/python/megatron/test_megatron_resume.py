@@ -1,5 +1,6 @@
 """Checkpoints of Megatron's training loop: step counts without Transformer Engine, and the attention of a model."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -12,7 +13,13 @@ from support.launch import megatron_losses, run_worker
 from support.megatron_loop import ACCEPTED, MEGATRON, PRETRAIN, needs_training, train
 from support.messages import mentions
 
-from megatron_sb.megatron import StickBreakingCoreAttention, StickBreakingOptions, saved_attention, settings
+from megatron_sb.megatron import (
+    StickBreakingCoreAttention,
+    StickBreakingOptions,
+    add_arguments,
+    saved_attention,
+    settings,
+)
 from megatron_sb.megatron.saved_attention import MARKER, check_checkpoint, compare_when_loading
 from megatron_sb.megatron.weights import write_attention_kind
 
@@ -132,11 +139,13 @@ def megatron_training(monkeypatch) -> SimpleNamespace:
     script, saved = arguments(), arguments(sb_head_norm=True)
     names, checkpointing = ModuleType("global_vars"), ModuleType("checkpointing")
     names._GLOBAL_ARGS = script
-    checkpointing._load_base_checkpoint = lambda folder, args, rank0=False: ({"args": saved}, folder, False, None)
+    content = {}
+    state = {"args": saved, "content_metadata": content}
+    checkpointing._load_base_checkpoint = lambda folder, args, rank0=False: (state, folder, False, None)
     checkpointing._build_sharded_state_dict_metadata = lambda args, dp_cp_group=None: {"own": 1}
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", names)
     monkeypatch.setitem(sys.modules, saved_attention.CHECKPOINTING, checkpointing)
-    return SimpleNamespace(script=script, saved=saved, checkpointing=checkpointing)
+    return SimpleNamespace(script=script, saved=saved, content_metadata=content, checkpointing=checkpointing)
 
 
 def test_loading_compares_and_saving_marks(megatron_training):
@@ -173,6 +182,43 @@ def test_layers_record_their_options(megatron_training):
     assert settings.script_arguments().sb_logits == "euclidean"
     with pytest.raises(ValueError, match=mentions("args.sb_head_norm True False")):
         megatron_training.checkpointing._load_base_checkpoint("run", megatron_training.script)
+
+
+def test_a_rank_without_stick_breaking_layers_saves_the_same_arguments(megatron_training):
+    """Its layers record nothing, so those of other ranks must not change what the parser has made of the flags."""
+    flags = "--stick-breaking-attention --sb-reach 0.5 10 --sb-layers [0,1]"
+    args = add_arguments(argparse.ArgumentParser()).parse_args(flags.split())
+    sys.modules["megatron.training.global_vars"]._GLOBAL_ARGS = args
+    before = dict(vars(args))
+    saved_attention.record_options(StickBreakingOptions(reach=(0.5, 10.0), layers=(0, 1)))
+    assert vars(args) == before
+    saved_attention.record_options(StickBreakingOptions(reach=(0.5, 8.0), layers=(0, 1)))
+    assert args.sb_reach == (0.5, 8.0)
+
+
+def test_a_spec_records_its_options(megatron_training):
+    """A pipeline stage can have no stick-breaking layer, such as a stage of Mamba layers."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from megatron_sb.megatron import with_stickbreaking
+
+    megatron_training.script.stick_breaking_attention = False
+    with_stickbreaking(get_gpt_layer_local_spec(), layers=(0, 1))
+    assert megatron_training.script.stick_breaking_attention is True
+    assert megatron_training.script.sb_layers == (0, 1)
+
+
+def test_checkpoints_of_mixed_models_say_how_layers_are_named(megatron_training):
+    compare_when_loading()
+    megatron_training.script.sb_layers = (1, 0)
+    metadata = megatron_training.checkpointing._build_sharded_state_dict_metadata(megatron_training.script)
+    assert metadata == {"own": 1, MARKER: True, "non_homogeneous_layers": True}
+
+    # A checkpoint of an older release does not say it.
+    megatron_training.script.sb_allow_mismatch, megatron_training.saved.sb_layers = True, (0, 1)
+    megatron_training.content_metadata[MARKER] = True
+    megatron_training.checkpointing._load_base_checkpoint("run", megatron_training.script)
+    assert megatron_training.content_metadata == {"non_homogeneous_layers": True}
 
 
 def test_a_softmax_script_under_the_launcher(tmp_path):
@@ -232,6 +278,36 @@ def test_megatrons_loop_compares(checkpoint, tmp_path):
     with pytest.raises(AssertionError, match=mentions("args.sb_attend_current True False --sb-allow-mismatch")):
         train("cpu", 1, tmp_path, *load)
     assert len(train("cpu", 1, tmp_path, *load, "--sb-allow-mismatch")) == 2
+
+
+@pytest.fixture(scope="module")
+def mixed_checkpoint(tmp_path_factory) -> Path:
+    """A checkpoint of two pipeline stages. The first one has only softmax layers."""
+    folder = tmp_path_factory.mktemp("mixed")
+    save = f"{MIXED} --sb-layers [0,0,1,1] --sb-reach 0.5 10 --pipeline-model-parallel-size 2 --save {folder}"
+    train("cpu", 2, folder, *save.split(), "--save-interval", "2", "--exit-interval", "2")
+    return folder
+
+
+MIXED = f"{OPTIMIZER} --dist-ckpt-optim-fully-reshardable --num-layers 4 --no-masked-softmax-fusion"
+WEIGHTS = "--finetune --no-load-optim --no-load-rng --sb-allow-mismatch --train-iters 2"
+
+
+@needs_training
+@pytest.mark.parametrize("flags", ["", "--sb-layers [1,1,0,0]"], ids=["all layers", "other layers"])
+def test_mixed_checkpoints_load_into_models_with_other_layers(mixed_checkpoint, flags, tmp_path):
+    """The new stick-breaking layers have no marker in the checkpoint."""
+    losses = train("cpu", 1, tmp_path, *f"{MIXED} {WEIGHTS} --load {mixed_checkpoint} {flags}".split())
+    fresh = train("cpu", 1, tmp_path, *f"{MIXED} --train-iters 2 {flags}".split())
+    assert len(losses) == 2 and losses[0] < fresh[0] - 0.2
+
+
+@needs_training
+def test_stacked_checkpoints_of_mixed_models(checkpoint, tmp_path):
+    """Megatron would list all names of the weights. With --dist-ckpt-strictness log_all it would load none of them."""
+    load = f"{OPTIMIZER} {WEIGHTS} --load {checkpoint} --sb-layers [1,0] --no-masked-softmax-fusion"
+    with pytest.raises(AssertionError, match=mentions("args.sb_layers --sb-layers None --ckpt-convert-format (1, 0)")):
+        train("cpu", 1, tmp_path, *load.split())
 
 
 @needs_training

@@ -198,6 +198,13 @@ def test_a_data_set_that_is_cut_off_is_refused(suffix, tmp_path, config):
         load_corpus(config)
 
 
+@pytest.mark.parametrize("size", [0, 12, 30, 60])
+def test_an_idx_file_that_is_cut_off_anywhere_is_refused(size, tmp_path, config):
+    os.truncate(tmp_path / "second.idx", size)
+    with pytest.raises(ValueError, match=r"second\.idx .* damaged"):
+        load_corpus(config)
+
+
 def test_text_has_an_index_if_a_folder_is_named(tmp_path, capsys):
     """It is built again when a file changes."""
     texts = tmp_path / "texts"
