@@ -3,7 +3,11 @@
 
 include(SbArchitectures)
 
-if(SB_WITH_CUDA STREQUAL "OFF")
+# CMake's own names of ON and OFF are valid too, in any case.
+string(TOUPPER "${SB_WITH_CUDA}" sb_with_cuda)
+if(NOT sb_with_cuda MATCHES "^(ON|1|YES|Y|TRUE|OFF|0|NO|N|FALSE|AUTO)$")
+    message(FATAL_ERROR "megatron_sb: SB_WITH_CUDA must be ON, OFF or AUTO, got \"${SB_WITH_CUDA}\".")
+elseif(sb_with_cuda MATCHES "^(OFF|0|NO|N|FALSE)$")
     set(SB_CUDA OFF)
     set(sb_why "SB_WITH_CUDA=OFF")
 else()
@@ -16,7 +20,7 @@ else()
     endif()
     if(NOT sb_why)
         set(SB_CUDA ON)
-    elseif(SB_WITH_CUDA STREQUAL "AUTO")
+    elseif(sb_with_cuda STREQUAL "AUTO")
         set(SB_CUDA OFF)
     else()
         message(FATAL_ERROR "megatron_sb: SB_WITH_CUDA=${SB_WITH_CUDA}, but ${sb_why}")

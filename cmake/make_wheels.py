@@ -228,7 +228,7 @@ def main() -> None:
     """Build, check and list the wheels."""
     parser = make_parser()
     options = parser.parse_args()
-    if len({version.rpartition(".")[0] for version in options.torch}) < len(options.torch):
+    if len({tuple(version.split(".")[:2]) for version in options.torch}) < len(options.torch):
         parser.error(f"--torch must have one version of each minor version, got {' '.join(options.torch)}")
     out = options.out.resolve()
     for variant in options.variants:

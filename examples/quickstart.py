@@ -35,6 +35,11 @@ parser.add_argument("--batch", type=int, default=32, help="sequences in a step (
 parser.add_argument("--length", type=int, default=64, help="tokens in a training sequence (default: %(default)s)")
 parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="output folder (default: %(default)s)")
 options = parser.parse_args()
+if options.length < 8 or options.length % 8:  # a quarter of it must begin with a letter, too
+    parser.error(f"--length must be a multiple of 8, got {options.length}")
+for name in ("steps", "batch"):
+    if getattr(options, name) < 1:
+        parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
 
 
 # %% The data

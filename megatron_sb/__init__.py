@@ -49,8 +49,10 @@ def __getattr__(name: str):
         value = getattr(importlib.import_module(f"megatron_sb.{package}"), name)
     elif name == "__version__":
         value = importlib.import_module("megatron_sb.ops.library").build_info()["version"]
-    elif name in _SUBMODULES or name in _moved.TOP_LEVEL:
+    elif name in _SUBMODULES:
         return importlib.import_module(f"megatron_sb.{name}")
+    elif name in _moved.TOP_LEVEL:
+        value = _moved.attribute(name)
     else:
         raise AttributeError(f"module 'megatron_sb' has no attribute {name!r}")
     globals()[name] = value

@@ -5,6 +5,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import warnings
+from types import ModuleType
 
 MOVED = {
     "megatron_sb.config": "megatron_sb.training.config",
@@ -27,6 +28,21 @@ def _new_name(name: str) -> str | None:
     return MOVED[package] + name.removeprefix(package) if package else None
 
 
+def _warn(old: str, new: str, stacklevel: int) -> None:
+    warnings.warn(f"{old} is deprecated; import {new} instead.", DeprecationWarning, stacklevel=stacklevel + 1)
+
+
+def attribute(name: str) -> ModuleType:
+    """Return the module for `megatron_sb.name`, one of TOP_LEVEL. The warning names the line that reads the attribute.
+
+    It must be called by the package's `__getattr__`. Python shows a warning by default only if it names a line of the
+    user's script.
+    """
+    old = f"megatron_sb.{name}"
+    _warn(old, MOVED[old], stacklevel=3)
+    return importlib.import_module(MOVED[old])
+
+
 class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Find the old names in MOVED, and the old names of modules inside a moved package."""
 
@@ -37,7 +53,7 @@ class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module):
         """Import the module that has the new name, and make the old name in sys.modules refer to it."""
         new = _new_name(module.__name__)
-        warnings.warn(f"{module.__name__} is deprecated; import {new} instead.", DeprecationWarning, stacklevel=2)
+        _warn(module.__name__, new, stacklevel=2)
         sys.modules[module.__name__] = importlib.import_module(new)
 
 

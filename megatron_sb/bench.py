@@ -7,15 +7,17 @@ workspace, without the inputs. It is measured in a fresh process: resident memor
 """
 
 import argparse
+import contextlib
 import datetime
 import importlib
 import math
 import platform
+import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -25,11 +27,12 @@ from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 from megatron_sb.ops import stickbreaking_attention
 from megatron_sb.options import head_dim_problem
 from megatron_sb.processes import module_command
-from megatron_sb.validation import check_output_folder, naming
+from megatron_sb.validation import InputError, check_output_folder, naming
 
 _FULL_LOGIT = -11.0
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MEMORY_TIMEOUT_S = 1800
+_TOO_LARGE = ("out of memory", "can't allocate memory", "size calculation overflowed")  # in errors of torch
 
 
 def naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -47,6 +50,25 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute torch's causal softmax attention. q, k, v and result: (b, s, h, d)."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+@contextlib.contextmanager
+def _naming_length(option: str, length: int) -> Iterator[None]:
+    """Raise ValueError in place of torch's error if the tensors of a length do not fit the memory."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(words in str(error) for words in _TOO_LARGE):
+            raise
+        raise _too_long(option, length, str(error)) from error
+
+
+def _too_long(option: str, length: int, cause: str) -> InputError:
+    first_line = cause.strip().splitlines()[0].rstrip(".")
+    return InputError(
+        f"{option} must be a length whose tensors fit the memory, got {length} ({first_line}). Use a smaller one, or "
+        "a smaller --batch or --heads. --naive-max-length can leave out the naive version."
+    )
 
 
 def make_inputs(kind: str, length: int, options: argparse.Namespace) -> list[Tensor]:
@@ -120,7 +142,17 @@ def peak_memory_in_fresh_process(kind: str, length: int, options: argparse.Names
     command = [*module_command("megatron_sb.bench"), "--memory-worker", kind, "--memory-length", str(length)]
     for name in ("device", "dtype", "batch", "heads", "head_dim"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_MEMORY_TIMEOUT_S)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_MEMORY_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise InputError(
+            f"--memory-length must be a length that takes at most {_MEMORY_TIMEOUT_S} s, got {length}. Use a smaller "
+            "one, or 0 to leave out this measurement."
+        ) from None
+    if done.returncode == -signal.SIGKILL:
+        raise _too_long("--memory-length", length, "the system killed the process")
+    if cause := next((line for line in done.stderr.splitlines() if any(words in line for words in _TOO_LARGE)), None):
+        raise _too_long("--memory-length", length, cause.partition(": ")[2])
     if done.returncode != 0:
         raise RuntimeError(f"The memory measurement ended with status {done.returncode}:\n{done.stderr}")
     return int(done.stdout)
@@ -136,8 +168,9 @@ def run(options: argparse.Namespace) -> None:
         contenders = [stickbreaking_attention, softmax_attention]
         if length <= options.naive_max_length:
             contenders.append(naive_attention)
-        full, softmax, *naive = time_in_turns(contenders, make_inputs("full", length, options), options.repeats)
-        (randn,) = time_in_turns([stickbreaking_attention], make_inputs("randn", length, options), options.repeats)
+        with _naming_length("--lengths", length):
+            full, softmax, *naive = time_in_turns(contenders, make_inputs("full", length, options), options.repeats)
+            (randn,) = time_in_turns([stickbreaking_attention], make_inputs("randn", length, options), options.repeats)
         rows.append({"length": length, "softmax": softmax, "ours, full": full, "ours, randn": randn})
         shown = (f"{'-':>10}", f"{'-':>11}")
         if naive:

@@ -7,7 +7,6 @@ import select
 import signal
 import sys
 
-from megatron_sb.ops import library
 from megatron_sb.training.arguments import add_arguments, take_overrides
 from megatron_sb.validation import InputError
 
@@ -23,6 +22,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def info(arguments: argparse.Namespace) -> int:
     """Print the build, the devices and the kernels."""
     from megatron_sb import info as report
+    from megatron_sb.ops import library
 
     if arguments.cmake_prefix:
         print(library.library_path().parents[2])
@@ -313,10 +313,11 @@ def _discard_output() -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status. argv: arguments. Default: those of the process.
 
-    `InputError`, a variable MEGATRON_SB_* that the operators reject, a file that the system cannot open or write, and a
-    missing optional module print one line to standard error and return 2. If the reader of standard output is gone, as
-    with `megatron-sb info | head -1`, the command ends silently. Every other error is a defect of the program and keeps
-    its traceback.
+    `InputError`, a variable MEGATRON_SB_* that the operators reject, a file that the system cannot open or write, a
+    missing optional module and a library that does not fit the installed torch print one line to standard error and
+    return 2. If the reader of standard output is gone, as
+    with `megatron-sb info | head -1`, the command ends silently. Ctrl-C is one line, too, and returns 130. Every other
+    error is a defect of the program and keeps its traceback.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -347,6 +348,14 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    except ImportError as error:
+        if not str(error).startswith("megatron_sb"):  # as the errors of megatron_sb.ops.library do
+            raise
+        print(f"megatron-sb: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("megatron-sb: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ class AttentionOptions:
     Raises:
         TypeError: If scale, mass_threshold or reach is not numeric, or attend_current is not a bool.
         ValueError: If scale is not finite, mass_threshold is not in [0, 1), logits is unknown, or reach is not two
-            numbers in (0, 64].
+            numbers from 1/64 to 64.
 
     Example:
         >>> from megatron_sb.options import AttentionOptions

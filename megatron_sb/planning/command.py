@@ -27,6 +27,7 @@ GIB = 2**30
 MARGIN = 0.9  # share of a GPU's memory that a prediction may fill: the allocator, CUDA and NCCL need the rest
 CLASS = 1.02  # ratio of speeds that count as equal
 MOST_SKIPPED = 0.999  # a share of 1 would leave no work
+MOST_GPUS = 2**20  # every divisor is tried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,7 @@ def make_plans(
         skipped: share of the attention's work that is saved, from 0 to less than 1.
 
     Raises:
-        ValueError: The precision is not "bf16", or no layout of so many GPUs is valid.
+        ValueError: The precision is not "bf16", the stage needs a teacher, or no layout of so many GPUs is valid.
 
     Example:
         >>> from megatron_sb.planning.command import make_plans
@@ -99,6 +100,11 @@ def make_plans(
         raise InputError(
             f"model.precision must be 'bf16' for a plan, got {config.model.precision!r}. "
             "Add --set model.precision=bf16."
+        )
+    if stage.loss != "tokens":
+        raise InputError(
+            f"the loss of stage {stage.name!r} must be 'tokens' for a plan, got {stage.loss!r}. The memory and the "
+            "time of the teacher are not predicted."
         )
     plans = []
     for layout in find_layouts(config, stage, gpus):
@@ -186,8 +192,8 @@ def as_json(plans: list[Plan]) -> list[dict[str, Any]]:
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Raise ValueError for a value that cannot be used."""
-    if arguments.gpus < 1:
-        raise InputError(f"--gpus must be at least 1, got {arguments.gpus}.")
+    if not 1 <= arguments.gpus <= MOST_GPUS:
+        raise InputError(f"--gpus must be from 1 to {MOST_GPUS}, got {arguments.gpus}.")
     if not (math.isfinite(arguments.memory) and arguments.memory > 0):
         raise InputError(f"--memory must be a number of GiB above 0, got {arguments.memory}.")
     if not 0 <= arguments.skipped <= MOST_SKIPPED:

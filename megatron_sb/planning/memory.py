@@ -12,6 +12,7 @@ of NCCL need more: leave a margin.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron_sb.planning.layouts import Layout
@@ -20,6 +21,10 @@ from megatron_sb.training.config import ModelConfig, StageConfig, StickBreakingA
 WEIGHT, GRADIENT, OPTIMIZER = 2, 4, 12  # bytes of a weight: bf16, fp32, fp32 master weight and two moments
 ELEMENT = 2  # bytes of an activation
 LOGIT = 6  # bytes of a logit in the loss: bf16, and fp32 in the softmax
+MLP_CHANNELS = 3  # for each of ffn_hidden_size: the outputs of linear_fc1 and of the activation
+# For each of hidden_size, with MLPs in parts: gradients, the parts, their concatenation. Counted from the record
+# benchmarks/results/2026-11-27-h200-long-sequences.md.
+CHANNELS_IN_PARTS = 5
 
 
 @dataclass(frozen=True)
@@ -71,13 +76,21 @@ def predict_memory(
     weights = dense + experts
     shards = dense / (layout.data * layout.context) + experts * layout.expert / layout.gpus
     tokens = layout.rows_at_once * stage.context_length / layout.context / layout.tensor
+    at_once = tokens  # whose hidden channels of an MLP, or whose logits, exist at the same time
+    if model.tokens_at_once is not None:
+        at_once = min(tokens, layout.rows_at_once * model.tokens_at_once)
     layer, within = tokens * layer_bytes(model, attention), tokens * backward_bytes(model)
-    logits = tokens * LOGIT * model.padded_vocab_size(vocab_size)
+    if at_once < tokens:
+        mlp = ELEMENT * MLP_CHANNELS * model.ffn_hidden_size
+        layer -= tokens * mlp
+        within = at_once * mlp + tokens * ELEMENT * CHANNELS_IN_PARTS * model.hidden_size
+    logits = at_once * LOGIT * model.padded_vocab_size(vocab_size)
     kept = model.num_layers * layer
     backward = within
     if layout.recompute == "full":
-        kept = model.num_layers * tokens * ELEMENT * model.hidden_size
-        backward = layer + within
+        inputs = math.ceil(model.num_layers / model.recompute_layers) - model.offloaded_inputs
+        kept = inputs * tokens * ELEMENT * model.hidden_size
+        backward = min(model.recompute_layers, model.num_layers) * layer + within
     return Memory(WEIGHT * weights, GRADIENT * weights, OPTIMIZER * shards, kept, max(logits, backward))
 
 
@@ -103,7 +116,7 @@ def layer_bytes(model: ModelConfig, attention: StickBreakingAttentionConfig) -> 
     if attention.remainder_bias or attention.head_norm:
         core += query  # the output before these
     mass = 4 * model.num_heads  # fp32
-    mlp = 3 * model.ffn_hidden_size  # outputs of linear_fc1 and of the activation
+    mlp = MLP_CHANNELS * model.ffn_hidden_size
     if model.moe:  # each token goes to top_k experts, with its input and its result
         mlp = model.moe.top_k * (mlp + 2 * hidden)
     return ELEMENT * (norms + core + mlp) + mass
@@ -111,5 +124,5 @@ def layer_bytes(model: ModelConfig, attention: StickBreakingAttentionConfig) -> 
 
 def backward_bytes(model: ModelConfig) -> float:
     """Return the bytes of the gradients within an MLP or the experts, for each token, without tensor parallelism."""
-    width = 3 * model.ffn_hidden_size + 2 * model.hidden_size
+    width = MLP_CHANNELS * model.ffn_hidden_size + 2 * model.hidden_size
     return ELEMENT * width * (model.moe.top_k if model.moe else 1)

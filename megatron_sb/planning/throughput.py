@@ -90,6 +90,8 @@ def can_predict(model: ModelConfig) -> str | None:
         return "no kernel rates of experts were recorded"
     if model.head_dim > max(MACHINES):
         return f"no kernel rates were recorded for head_dim above {max(MACHINES)}"
+    if model.tokens_at_once is not None or model.offloaded_inputs:
+        return "no rates were recorded for model.tokens_at_once and model.offloaded_inputs"
     return None
 
 

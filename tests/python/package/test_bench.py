@@ -2,12 +2,14 @@
 
 import argparse
 import re
+import signal
+import subprocess
 
 import pytest
 import torch
 from support.messages import mentions
 
-from megatron_sb import bench, stickbreaking_attention
+from megatron_sb import bench, cli, stickbreaking_attention
 
 OPTIONS = argparse.Namespace(batch=2, heads=2, head_dim=16, device="cpu", dtype="fp32")
 
@@ -81,3 +83,36 @@ def test_bad_options_are_rejected_before_anything_is_measured(option, words, cap
         bench.main(option)
     printed = capsys.readouterr()
     assert re.search(mentions(words), printed.err.splitlines()[-1]) and not printed.out
+
+
+SHORT = ["bench", "--device", "cpu", "--heads", "1", "--head-dim", "8", "--repeats", "1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--lengths", str(2**50), "--memory-length", "0"], f"--lengths memory {2**50} allocate"),
+        (["--lengths", str(2**62), "--memory-length", "0"], f"--lengths memory {2**62} overflowed"),
+        (["--lengths", "16", "--memory-length", str(2**50)], f"--memory-length memory {2**50} allocate"),
+    ],
+)
+def test_a_length_that_does_not_fit_the_memory_is_named(options, words, capsys):
+    assert cli.main([*SHORT, *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(mentions(words), line), line
+
+
+def test_a_killed_or_slow_measurement_of_memory_is_named(monkeypatch, capsys):
+    killed = subprocess.CompletedProcess([], -signal.SIGKILL, "", "")
+    slow = subprocess.TimeoutExpired([], 1800)
+    for outcome, words in ((killed, "--memory-length memory 32 killed"), (slow, "--memory-length 1800 32 0")):
+
+        def run(*args, outcome=outcome, **kwargs):
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        monkeypatch.setattr(bench.subprocess, "run", run)
+        assert cli.main([*SHORT, "--lengths", "16", "--memory-length", "32"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert re.search(mentions(words), line), line

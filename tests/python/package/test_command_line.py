@@ -49,7 +49,10 @@ def break_in(monkeypatch, place, name, error):
     monkeypatch.setattr(module, name, fail)
 
 
-@pytest.mark.parametrize("error", [ValueError("value"), TypeError("type"), KeyError("key"), OSError("no name")])
+DEFECTS = [ValueError("value"), TypeError("type"), KeyError("key"), ImportError("name"), OSError("no name")]
+
+
+@pytest.mark.parametrize("error", DEFECTS)
 @pytest.mark.parametrize(("command", "rest", "place", "name"), INSIDE)
 def test_a_defect_keeps_its_traceback(command, rest, place, name, error, monkeypatch):
     break_in(monkeypatch, place, name, error)
@@ -57,7 +60,14 @@ def test_a_defect_keeps_its_traceback(command, rest, place, name, error, monkeyp
         cli.main([command, *rest])
 
 
-@pytest.mark.parametrize("error", [InputError("--x must be y, got z."), PermissionError(13, "--x must be", "a/file")])
+ERRORS_OF_THE_USER = [
+    InputError("--x must be y, got z."),
+    PermissionError(13, "--x must be", "a/file"),
+    ImportError("megatron_sb has libraries for torch 2.8: --x must be y."),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS_OF_THE_USER)
 @pytest.mark.parametrize(("command", "rest", "place", "name"), INSIDE)
 def test_an_error_of_the_user_is_one_line(command, rest, place, name, error, monkeypatch, capsys):
     break_in(monkeypatch, place, name, error)
@@ -67,6 +77,14 @@ def test_an_error_of_the_user_is_one_line(command, rest, place, name, error, mon
     assert error.args[0] != 13 or "a/file" in line
 
 
+@pytest.mark.parametrize(("command", "rest", "place", "name"), INSIDE)
+def test_an_interrupt_is_one_line(command, rest, place, name, monkeypatch, capsys):
+    """As with Ctrl-C. `train` handles the signal itself once it trains, and saves first."""
+    break_in(monkeypatch, place, name, KeyboardInterrupt())
+    assert cli.main([command, *rest]) == 130
+    assert capsys.readouterr().err.splitlines() == ["megatron-sb: interrupted"]
+
+
 def print_to(output, *arguments, **variables):
     """Run a command with this standard output. Return its exit status and standard error."""
     variables = environment() | variables
@@ -74,6 +92,21 @@ def print_to(output, *arguments, **variables):
         [*MODULE, *arguments], stdout=output, stderr=subprocess.PIPE, text=True, env=variables, timeout=60
     )
     return done.returncode, done.stderr
+
+
+ANOTHER_TORCH = "import sys, torch; torch.__version__ = '2.99.0'; from megatron_sb import cli; sys.exit(cli.main())"
+
+
+@pytest.mark.parametrize(("command", "status"), [("info", 2), ("check", 2), ("--help", 0)])
+def test_a_library_for_another_torch_is_one_line(command, status):
+    """As after an update of torch."""
+    done = subprocess.run(
+        [sys.executable, "-c", ANOTHER_TORCH, command], capture_output=True, text=True, env=environment(), timeout=60
+    )
+    assert done.returncode == status
+    lines = done.stderr.splitlines()
+    assert len(lines) == (1 if status else 0)
+    assert all("megatron_sb has libraries for torch" in line and "2.99.0" in line for line in lines)
 
 
 buffering = pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])

@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import re
 import shutil
 import subprocess
 import sys
@@ -168,6 +169,26 @@ def test_the_options_reach_the_build(monkeypatch, tmp_path):
     monkeypatch.setattr(make_wheels, "write_pages", lambda out: None)
     make_wheels.main()
     assert calls == [(variant, ["90", "120"]) for variant in ("cpu", "cpu", "cuda", "cuda")]
+
+
+@pytest.mark.parametrize(
+    ("versions", "accepted"),
+    [("2.11 2.13", True), ("2.11.0 2.13", True), ("2.11.0 2.11.1", False), ("2.11.0 2.11", False)],
+)
+def test_versions_of_torch_may_lack_the_last_number(versions, accepted, monkeypatch, tmp_path, capsys):
+    class AcceptedError(Exception):
+        pass
+
+    def build(*arguments):
+        raise AcceptedError
+
+    monkeypatch.setattr(make_wheels, "build", build)
+    monkeypatch.setattr(make_wheels, "torch_folder", lambda version: Path("torch"))
+    words = ["--out", str(tmp_path / "out"), "--variants", "cpu", "--torch", *versions.split()]
+    monkeypatch.setattr(sys, "argv", ["make_wheels.py", *words])
+    with pytest.raises(AcceptedError if accepted else SystemExit):
+        make_wheels.main()
+    assert accepted or re.search(mentions(f"--torch minor {versions}"), capsys.readouterr().err)
 
 
 def combinations(matrix: dict) -> list[dict]:

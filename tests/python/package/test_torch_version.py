@@ -206,16 +206,25 @@ def test_the_project_refuses_an_older_torch(tmp_path):
 
 @needs_cmake
 @pytest.mark.skipif(not NVCC, reason="needs nvcc")
-@pytest.mark.parametrize("with_cuda", ["AUTO", "OFF"])
+@pytest.mark.parametrize("with_cuda", ["AUTO", "true", "OFF", "off", "0"])
 def test_the_project_refuses_another_major_version_of_cuda(with_cuda, tmp_path):
-    """A CPU build does not depend on torch's CUDA."""
+    """A CPU build does not depend on torch's CUDA. CMake's other names of ON and OFF mean the same."""
     root = write_libtorch(tmp_path / "libtorch", "2.11.0", cuda="99.1")
     status, output = configure(tmp_path, f"-DSB_TORCH_ROOT={root}", f"-DSB_WITH_CUDA={with_cuda}")
-    if with_cuda == "OFF":
-        assert status == 0, output
+    if with_cuda in ("OFF", "off", "0"):
+        assert status == 0 and "CPU BUILD" in output, output
     else:
         assert status != 0
         assert re.search(mentions("nvcc 2.11.0 99.1"), output)
+
+
+@needs_cmake
+@pytest.mark.parametrize("with_cuda", ["", "12.8"])
+def test_the_project_refuses_an_unknown_value_of_sb_with_cuda(with_cuda, tmp_path):
+    root = write_libtorch(tmp_path / "libtorch", "2.11.0")
+    status, output = configure(tmp_path, f"-DSB_TORCH_ROOT={root}", f"-DSB_WITH_CUDA={with_cuda}")
+    assert status != 0
+    assert re.search(mentions(f'SB_WITH_CUDA ON OFF AUTO "{with_cuda}"'), output)
 
 
 def cmake_version(name: str) -> tuple[int, int]:

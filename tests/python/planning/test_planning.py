@@ -100,6 +100,31 @@ def test_activations_are_megatrons_count():
     assert predictions(Layout(rows_at_once=2, tensor=4))[0].activations == found.activations / 4
 
 
+LONG = ("model.recompute=full", "model.tokens_at_once=16384", "model.offloaded_inputs=26", "model.num_heads=12")
+
+
+@pytest.mark.parametrize(("length", "gib"), [(65536, 28.2), (131072, 31.4), (262144, 40.9), (1048576, 102.0)])
+def test_memory_of_long_sequences_agrees_with_the_record(length, gib):
+    """benchmarks/results/2026-11-27-h200-long-sequences.md: MLPs and logits in parts, inputs of layers on the host."""
+    config = load_config(DENSE, [*LONG, "model.num_kv_heads=12", "model.head_dim=128"])
+    stage = replace(config.stages[0], context_length=length)
+    sizes = config.model, config.attention["stick_breaking"], config.vocab_size, stage, Layout(recompute="full")
+    assert memory.predict_memory(*sizes).total / 2**30 == pytest.approx(gib, rel=0.035)
+    assert throughput.can_predict(config.model)  # the record has single steps
+
+
+def test_layers_that_are_recomputed_together_keep_one_input():
+    """The backward then has the activations of all of them at once."""
+    kept, every = (predictions(Layout(recompute=name))[0].activations for name in ("full", "none"))
+    for together in (4, 40):
+        config = load_config(DENSE, ["model.recompute=full", f"model.recompute_layers={together}"])
+        found, _ = predictions(Layout(recompute="full"), config)
+        assert found.activations == kept / together
+        within = 16384 * 2 * (3 * 4096 + 2 * 1536)
+        logits = 16384 * 6 * 49152
+        assert found.temporary == max(logits, every * together / 40 + within)
+
+
 def test_what_changes_the_time_of_a_step():
     alone = predictions(Layout())[1]
     again = predictions(Layout(recompute="full"))[1]
@@ -273,6 +298,7 @@ def test_other_stages_that_change_are_named(capsys):
     ("options", "words"),
     [
         (["--gpus", "0"], "--gpus 1 0"),
+        (["--gpus", "100000000000"], "--gpus 1 1048576 100000000000"),
         (["--gpus", "7"], "--gpus 1024 4096 7 stages.0.rows_per_step"),
         (["--gpus", "8", "--memory", "0"], "--memory 0 0.0"),
         (["--gpus", "8", "--memory", "nan"], "--memory 0 nan"),
@@ -288,3 +314,12 @@ def test_bad_arguments_are_one_sentence(options, words, capsys):
     printed = capsys.readouterr()
     assert len(printed.err.splitlines()) == 1 and not printed.out
     assert re.search(mentions(words), printed.err), printed.err
+
+
+def test_a_stage_with_a_teacher_is_not_predicted(capsys):
+    """Its weights would need memory, and its forward time."""
+    teacher = ["teacher=softmax_rope", "initial_checkpoint=x", "initial_attention=softmax", "parallel.ranks=1"]
+    fields = [*teacher, "compare=[stick_breaking]", "stages.0.loss=logits"]
+    assert plan("--gpus", "1", *(f"--set={field}" for field in fields)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(mentions("loss 'pretrain' 'tokens' 'logits' teacher"), line), line
