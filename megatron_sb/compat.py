@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from megatron_sb.ops import stickbreaking_attention, stickbreaking_attention_varlen
 from megatron_sb.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
-from megatron_sb.validation import check_number, check_tensor
+from megatron_sb.validation import check_finite, check_tensor
 
 
 def sb_attn(
@@ -111,6 +111,8 @@ def sb_attn_varlen(
     """
     _check(q, k, v, "(h, t, d)")
     check_tensor("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dim() != 1:
+        raise ValueError(f"cu_seqlens must have 1 dimension, got shape {tuple(cu_seqlens.shape)}.")
     out, mass = stickbreaking_attention_varlen(
         *(_padded(x.transpose(0, 1)) for x in (q, k, v)),
         _as_int32(cu_seqlens if zero_start else pad(cu_seqlens, (1, 0))),
@@ -220,7 +222,7 @@ def _scale(name: str, q: Tensor, scale: float | None) -> float:
     """Return the scale. The default depends on the head_dim before padding."""
     if scale is None:
         return q.shape[-1] ** -0.5
-    check_number(name, scale)
+    check_finite(name, scale)
     return scale
 
 

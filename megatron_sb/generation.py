@@ -81,6 +81,9 @@ class FileCodec:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises no narrower class
             raise InputError(f"--tokenizer: {path} is damaged: {error}") from error
+        # A file can say that the library cuts or pads texts, as for the inputs of another model.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self.end, self.vocab_size = end, self._tokenizer.get_vocab_size()
         self._tokens: list[int] = []
         self._shown = 0

@@ -164,6 +164,8 @@ def stickbreaking_attention_varlen(
     for name, edges, num_rows in (("cu_seqlens", q_edges, len(q)), ("cu_seqlens_k", k_edges, len(k))):
         if edges[:1] != [0] or edges != sorted(edges) or edges[-1] > num_rows:
             raise ValueError(f"{name} must start at 0, not decrease and end at most at {num_rows}, got {edges}.")
+    if len(k_edges) != len(q_edges):
+        raise ValueError(f"cu_seqlens_k must have as many entries as cu_seqlens, {len(q_edges)}, got {len(k_edges)}.")
     documents = [
         stickbreaking_attention(
             q[None, q_begin:q_end],
@@ -213,7 +215,6 @@ def _rows(
     log_beta, log_rest = logsigmoid(z), logsigmoid(-z)  # log(1 - beta)
     if gated:
         f = gate[:, :, None]
-        log_beta = f.log() + log_beta
         log_rest = (torch.sigmoid(-z) + (1 - f) * torch.sigmoid(z)).log()
     log_beta = log_beta.masked_fill(hidden, -torch.inf)
     log_rest = log_rest.masked_fill(hidden, 0.0)
@@ -221,4 +222,6 @@ def _rows(
     # Shift by one key. Subtracting log_rest instead would compute -inf - -inf = NaN for an infinite logit.
     log_newer = torch.cat([log_from, log_from.new_zeros(*log_from.shape[:-1], 1)], dim=-1)[..., 1:]
     weights = (log_beta + log_newer).exp()
+    if gated:
+        weights = weights * f  # the derivative of log f would be infinite for a closed gate
     return weights @ v, log_rest.sum(-1).exp()

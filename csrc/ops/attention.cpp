@@ -67,8 +67,7 @@ class Attend : public torch::autograd::Function<Attend> {
                                  const OptionalTensor& segments, const std::optional<c10::SymInt>& max_seqlen_k,
                                  const BlockOptions& options) {
         static const Operator block_forward("megatron_sb::block_forward");
-        const NamedArguments inputs = {
-            {"q", q}, {"k", k}, {"v", v}, {"segments", segments}, {"out_dtype", q.scalar_type()}};
+        const NamedArguments inputs = {{"q", q}, {"k", k}, {"v", v}, {"segments", segments}, {"out_like_q", true}};
         const torch::jit::Stack results = block_forward.call(inputs, named(options));
         const at::Tensor o = results[0].toTensor(), mass = results[1].toTensor();
         SavedAttention{q,
@@ -105,7 +104,7 @@ class Attend : public torch::autograd::Function<Attend> {
                 {"restart_mass", kept.restart_mass},
                 {"max_seqlen_k", kept.max_seqlen_k},
                 {"prefix_in", d_mass.defined() ? OptionalTensor(kept.mass * d_mass) : std::nullopt},
-                {"out_dtype", q.scalar_type()}};
+                {"out_like_q", true}};
             const torch::jit::Stack results = block_backward.call(inputs, named(kept.options));
             return {results[0].toTensor(), results[1].toTensor(), results[2].toTensor()};
         });
@@ -114,11 +113,9 @@ class Attend : public torch::autograd::Function<Attend> {
     }
 };
 
-// q, k, v of rank 4.
+// q, k, v of rank 4. The arguments have passed check_attention and check_variants.
 TensorPair attend(const AttentionCall& call, const OptionalTensor& segments,
                   const std::optional<c10::SymInt>& max_seqlen_k) {
-    check_attention(call.q, call.k, call.v);
-    check_variants(call.q, call.k, call.options);
     const BlockOptions options = block_options(call.options, call.q);
     const BiasColumns columns = bias_columns(call.options, options.scale);
     const at::Tensor q = extended_queries(call.q, call.options.query_bias, columns);
@@ -136,6 +133,8 @@ TensorPair attention(const Arguments& arguments) {
     check_rank("k", call.k, 4, "(b, s_k, h_kv, d)");
     check_rank("v", call.v, 4, "(b, s_k, h_kv, d_v)");
     check_lengths(call.q, call.k);
+    check_attention(call.q, call.k, call.v);
+    check_variants(call.q, call.k, call.options);
     return attend(call, std::nullopt, std::nullopt);
 }
 
@@ -158,7 +157,10 @@ TensorPair attention_varlen(const Arguments& arguments) {
     static const Operator segments("megatron_sb::segments");
     const torch::jit::Stack table = segments.call(
         {{"cu_seqlens", cu_seqlens}, {"cu_seqlens_k", cu_seqlens_k}, {"q_rows", q_rows}, {"k_rows", k_rows}});
+    const AttentionCall packed = call;
     for (at::Tensor* x : {&call.q, &call.k, &call.v}) *x = x->unsqueeze(0);
+    check_attention(call.q, call.k, call.v);
+    check_variants(packed.q, packed.k, packed.options);  // its errors name the shapes without the batch
     for (OptionalTensor* x : {&call.options.forget_gate, &call.options.query_bias, &call.options.key_bias})
         if (x->has_value()) *x = (*x)->unsqueeze(0);
     const auto [o, mass] = attend(call, table[0].toTensor(), max_seqlen_k);

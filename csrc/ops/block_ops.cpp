@@ -32,7 +32,9 @@ struct BlockCall {
           segments(arguments.optional_tensor("segments")),
           mass_in(arguments.optional_tensor("mass_in")),
           options(read_block_options(arguments)),
-          out_dtype(arguments.get<std::optional<at::ScalarType>>("out_dtype").value_or(accumulation_type(q))) {}
+          out_dtype(arguments.get_or("out_like_q", false)
+                        ? q.scalar_type()
+                        : arguments.get<std::optional<at::ScalarType>>("out_dtype").value_or(accumulation_type(q))) {}
 };
 
 // The arguments of block_backward.

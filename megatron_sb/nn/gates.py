@@ -5,12 +5,30 @@ value for each key and KV head.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Initial bias of a. With f = 0.993 the attention is close to attention without gates. The derivative f (1 - f) = 0.007
 # is still large enough to learn from.
 OPEN_GATE = 5.0
 _MIN_GATE = 2.0**-64  # Keeps the logarithm of f in the loss finite.
+
+
+class GateProjection(nn.Linear):
+    """Compute the logits a of forget gates from hidden states. The bias starts at OPEN_GATE.
+
+    The arguments are those of `nn.Linear`.
+
+    Example:
+        >>> from megatron_sb.nn.gates import GateProjection
+        >>> GateProjection(64, 2).bias.tolist()
+        [5.0, 5.0]
+    """
+
+    def reset_parameters(self) -> None:
+        """Initialise the weight as `nn.Linear` does, and open the gates. FSDP calls this for parameters on meta."""
+        super().reset_parameters()
+        if self.bias is not None:
+            nn.init.constant_(self.bias, OPEN_GATE)
 
 
 class _AddToBackward(torch.autograd.Function):

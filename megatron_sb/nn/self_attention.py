@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_sb.nn.gates import OPEN_GATE, forget_gate_loss, gates_of, keep_gates_open
+from megatron_sb.nn.gates import OPEN_GATE, GateProjection, forget_gate_loss, gates_of, keep_gates_open
 from megatron_sb.ops import head_output, stickbreaking_attention, stickbreaking_attention_varlen
 from megatron_sb.ops.context_parallel import ContextParallelPlan, context_parallel_attention
 from megatron_sb.ops.groups import Group
 from megatron_sb.ops.kvcache import KVCache, attend_to_filled
+from megatron_sb.ops.shared_sequence import shared_plan
 from megatron_sb.options import COMMS, DEFAULT_MASS_THRESHOLD, LAYOUTS, LayerOptions, check_head_dim
 from megatron_sb.validation import check_choice, check_counts, check_number, check_tensor, head_dim_of
 
@@ -131,7 +132,7 @@ class StickBreakingSelfAttention(nn.Module):
         width = num_heads * self.head_dim
         self.qkv_proj = nn.Linear(hidden_size, width + 2 * num_kv_heads * self.head_dim, bias=bias, **kind)
         self.out_proj = nn.Linear(width, hidden_size, bias=bias, **kind)
-        self.gate_proj = nn.Linear(hidden_size, num_kv_heads, **kind) if forget_gate else None
+        self.gate_proj = GateProjection(hidden_size, num_kv_heads, **kind) if forget_gate else None
         for name, wanted in (("remainder_bias", remainder_bias), ("norm_weight", head_norm), ("norm_bias", head_norm)):
             self.register_parameter(name, nn.Parameter(torch.empty(width, **kind)) if wanted else None)
         self.reset_parameters()
@@ -234,6 +235,7 @@ class StickBreakingSelfAttention(nn.Module):
         f = gates_of(self.gate_proj(x))
         self.gate_loss = forget_gate_loss(f.detach())
         # Ranks can have different numbers of keys. With these shares, the sum over the ranks is the mean over all keys.
+        plan = shared_plan() if plan is None else plan
         share = 1 if plan is None else plan.local_len / plan.seq_len
         coefficient = self.options.forget_gate_loss * share
         return keep_gates_open(f, coefficient) if coefficient > 0 else f

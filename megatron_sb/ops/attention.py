@@ -37,8 +37,8 @@ def stickbreaking_attention(
     """Compute causal stick-breaking attention (Tan et al., arXiv 2410.17980, eq. 1).
 
     Each query takes weights from a stick of length 1, newest key first. The order of the keys carries their positions,
-    so no position embedding is needed. Tensors may have any strides with a last stride of 1. The function can be
-    differentiated once.
+    so no position embedding is needed. Tensors may have any strides; those with another last stride than 1 are copied.
+    The function can be differentiated once.
 
     Args:
         q: (b, s, h, d), bf16, fp16 or fp32, on CPU also fp64. d is a multiple of 8 and at most 256.

@@ -69,6 +69,11 @@ def shared_sequence(
         attention.over_ranks = None
 
 
+def shared_plan() -> ContextParallelPlan | None:
+    """Return the plan of the `shared_sequence` block that is active, or None."""
+    return None if attention.over_ranks is None else attention.over_ranks.args[0]
+
+
 def _shard(plan: ContextParallelPlan, x: Tensor, dim: int) -> Tensor:
     if isinstance(x, Tensor) and -x.dim() <= dim < x.dim() and x.shape[dim] != plan.seq_len:
         raise ValueError(

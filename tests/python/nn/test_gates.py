@@ -41,6 +41,15 @@ def test_a_module_starts_with_open_gates():
     assert module.gate_proj.bias.grad.abs().min() > 0
 
 
+def test_gates_are_open_after_every_module_was_reset():
+    """FSDP and other programs that build models on the meta device reset all modules, the layer before its parts."""
+    module = sb.StickBreakingSelfAttention(32, 4, 2, forget_gate=True, device="meta").to_empty(device="cpu")
+    for part in module.modules():
+        if hasattr(part, "reset_parameters"):
+            part.reset_parameters()
+    assert module.gate_proj.bias.tolist() == [OPEN_GATE] * 2
+
+
 def test_training_closes_gates_of_useless_keys_only():
     """One kind of keys has the target and another kind has noise. The loss opens the gates of the first kind."""
     torch.manual_seed(0)

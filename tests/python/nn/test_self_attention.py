@@ -207,7 +207,7 @@ def test_two_ranks_give_the_results_of_one(tmp_path):
     assert {name: case["parameters"] for name, case in found.items()} == {
         **dict.fromkeys(("dense", "ring", "contiguous", "balanced", "packed", "plan"), 5),
         "norm alone": 4,
-        **dict.fromkeys(("gates", "gates, plan"), 7),
+        **dict.fromkeys(("gates", "gates, plan", "gates, shared sequence"), 7),
         **dict.fromkeys(("gates, unequal ranks", "gates, a rank without rows", "gates, unequal ranks, plan"), 7),
     }
     errors = {name: max(case["out"], case["gradients"]) for name, case in found.items()}

@@ -42,6 +42,11 @@ def of_head_dims(d, d_v):
     return {"q": zeros(2, 6, 4, d), "k": zeros(2, 8, 2, d), "v": zeros(2, 8, 2, d_v)}
 
 
+def nested(**options):
+    """Return documents of 6 and 4 rows of q as one tensor."""
+    return torch.nested.nested_tensor([zeros(6, 4, 16), zeros(4, 4, 16)], **options)
+
+
 NAN, INF = float("nan"), float("inf")
 BF16, INT64, META = {"dtype": torch.bfloat16}, {"dtype": torch.int64}, {"device": "meta"}
 # The changed arguments, the type of the error, and words that its message must contain.
@@ -51,6 +56,9 @@ DENSE = {
     "v of 5 dimensions": ({"v": zeros(2, 8, 2, 16, 1)}, ValueError, "v 5"),
     "q is a list": ({"q": [1.0]}, TypeError, "q list"),
     "v is None": ({"v": None}, TypeError, "v NoneType"),
+    "sparse k": ({"k": zeros(2, 8, 2, 16).to_sparse()}, TypeError, "k dense torch.strided torch.sparse_coo"),
+    "nested q": ({"q": nested()}, TypeError, "q dense torch.strided nested tensor"),
+    "nested q of another layout": ({"q": nested(layout=torch.jagged)}, TypeError, "q dense nested tensor"),
     "integers": ({name: zeros(2, 8, 2, 16, **INT64) for name in "qkv"}, TypeError, "q Long"),
     "complex q": ({"q": zeros(2, 6, 4, 16, dtype=torch.complex64)}, TypeError, "q ComplexFloat"),
     "dtype of k": ({"k": zeros(2, 8, 2, 16, **BF16)}, TypeError, "k BFloat16 Float autocast"),
@@ -106,6 +114,9 @@ PACKED = {
         ValueError,
         "q 8 k 9",
     ),
+    "query_bias of other rows": ({"query_bias": zeros(7, 4)}, ValueError, "query_bias [8, 4] [7, 4]"),
+    "key_bias of one dimension": ({"key_bias": zeros(8)}, ValueError, "key_bias [8, 2] [8]"),
+    "forget_gate with a batch": ({"forget_gate": zeros(1, 8, 2)}, ValueError, "forget_gate [8, 2] [1, 8, 2]"),
     "max_seqlen is too small": ({"max_seqlen": 4}, ValueError, "max_seqlen 4 5"),
     "max_seqlen_k is too small": ({"max_seqlen_k": 4}, ValueError, "max_seqlen_k 4 5"),
     "max_seqlen is a string": ({"max_seqlen": "3"}, TypeError, "max_seqlen str"),
@@ -135,6 +146,14 @@ COMPAT = {
     ),
     "sb_attn: q is a list": (sb_attn, [[1], X, X], {}, TypeError, "q list"),
     "sb_attn: inv_temp is a tensor": (sb_attn, [X] * 3, {"inv_temp": torch.ones(())}, TypeError, "inv_temp Tensor"),
+    "sb_attn: inv_temp is infinite": (sb_attn, [X] * 3, {"inv_temp": INF}, ValueError, "inv_temp finite inf"),
+    "sb_attn_varlen: an end without dimension": (
+        sb_attn_varlen,
+        [*[X[0]] * 3, cu(8), 8],
+        {"zero_start": False},
+        ValueError,
+        "cu_seqlens 1 dimension ()",
+    ),
     "sb_attn_varlen: dimensions": (sb_attn_varlen, [X[0], X[0], X, CU, 8], {}, ValueError, "v (h, t, d) (1, 8, 8, 16)"),
     "sb_attn_varlen: first offset": (
         sb_attn_varlen,

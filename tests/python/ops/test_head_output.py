@@ -274,6 +274,7 @@ INVALID = {
     "mass of 2 dimensions": ({"mass": zeros(4, 6)}, ValueError, "mass 2 4"),
     "dtype of mass": ({"mass": zeros(2, 4, 6).double()}, TypeError, "mass Double"),
     "shape of mass": ({"mass": zeros(2, 6, 4)}, ValueError, "mass [2, 6, 4]"),
+    "shape of packed mass": ({"o": zeros(6, 4, 16), "mass": zeros(6, 4)}, ValueError, "mass (4, 6) [6, 4]"),
     "device of mass": ({"mass": zeros(2, 4, 6, device="meta")}, ValueError, "mass meta cpu"),
     "remainder_bias without mass": ({"mass": None}, ValueError, "remainder_bias mass"),
     "shape of remainder_bias": ({"remainder_bias": zeros(4, 16)}, ValueError, "remainder_bias [4, 16]"),

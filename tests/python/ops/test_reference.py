@@ -115,3 +115,11 @@ def test_invalid_offsets_raise_an_error(name, edges):
     offsets[name] = torch.tensor(edges, dtype=torch.int64)
     with pytest.raises(ValueError, match=mentions(f"{name} {edges} 0 6")):
         reference.stickbreaking_attention_varlen(x.q, x.k, x.v, **offsets)
+
+
+def test_offsets_of_another_number_of_documents_raise_an_error():
+    x = make_inputs(s=6).packed()
+    with pytest.raises(ValueError, match=mentions("cu_seqlens_k cu_seqlens 2 3")):
+        reference.stickbreaking_attention_varlen(
+            x.q, x.k, x.v, torch.tensor([0, 6]), cu_seqlens_k=torch.tensor([0, 2, 6])
+        )

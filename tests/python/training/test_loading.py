@@ -136,6 +136,7 @@ def test_bytes_are_shown_by_characters():
 
 
 def test_a_tokenizer(tmp_path):
+    """A prompt has all of its tokens, whatever the file says of the lengths of texts."""
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -143,6 +144,8 @@ def test_a_tokenizer(tmp_path):
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(["the cat sat on the mat, the end"] * 9, trainer)
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=64)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     codec = generation.FileCodec(tmp_path / "tokenizer.json", end=0)
     tokens = codec.encode("the mat: é")

@@ -3,6 +3,7 @@
 Runs on 2 ranks: `self_attention.py OUT.json`. Writes the differences as JSON.
 """
 
+import contextlib
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -36,6 +37,7 @@ CASES = {
         "forget_gate": True,
         "forget_gate_loss": 10.0,
     },
+    "gates, shared sequence": {"offsets": (0, 3), "shared": True, "forget_gate": True, "forget_gate_loss": 10.0},
 }
 
 
@@ -44,6 +46,7 @@ def difference(
     offsets: tuple[int, ...] = OFFSETS,
     packed: bool = False,
     plan: bool = False,
+    shared: bool = False,
     remainder_bias: bool = True,
     forget_gate: bool = False,
     forget_gate_loss: float = 0.0,
@@ -58,7 +61,8 @@ def difference(
     with torch.no_grad():
         for parameter in whole.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
-    sharded = sb.StickBreakingSelfAttention(CHANNELS, 4, 2, **switches, cp_group=None if plan else group, **options)
+    own_group = None if plan or shared else group
+    sharded = sb.StickBreakingSelfAttention(CHANNELS, 4, 2, **switches, cp_group=own_group, **options)
     sharded.load_state_dict(whole.state_dict())
 
     cu_seqlens = torch.tensor(offsets, dtype=torch.int32) if packed else None
@@ -68,7 +72,8 @@ def difference(
     call = {"plan": sb.ContextParallelPlan(group, cu_seqlens=cu_seqlens)} if plan else {"cu_seqlens": cu_seqlens}
 
     expected = whole(x, cu_seqlens=cu_seqlens)
-    out = sharded(sb.shard_sequence(x, group, **cut), **call)
+    with sb.shared_sequence(sb.ContextParallelPlan(group, rows)) if shared else contextlib.nullcontext():
+        out = sharded(sb.shard_sequence(x, group, **cut), **call)
     (expected * weight).sum().backward()
     (out * sb.shard_sequence(weight, group, **cut)).sum().backward()
     for parameter in sharded.parameters():
