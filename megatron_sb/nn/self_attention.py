@@ -54,8 +54,9 @@ class StickBreakingSelfAttention(nn.Module):
         forget_gate: whether to multiply beta by f = sigmoid(gate_proj(x)), one for each key and KV head, computed in
             fp32. The bias of gate_proj starts at OPEN_GATE (5). Default: False.
         forget_gate_loss: coefficient of the auxiliary loss mean(-log f), which pushes gates towards open. Its gradient
-            is added in the backward (`megatron_sb.nn.gates.keep_gates_open`). After a forward, the attribute gate_loss
-            is the mean over this rank's keys. Default: 0.0.
+            is added in the backward (`megatron_sb.nn.gates.keep_gates_open`), without a factor of the main loss, such
+            as that of a GradScaler. After a forward, the attribute gate_loss is the mean over this rank's keys.
+            Default: 0.0.
         logits: "dot" or "euclidean", see `stickbreaking_attention`. Default: "dot".
         reach: see `stickbreaking_attention`. (0.5, 10.0) is recommended for contexts from about 1000 on. Default: None.
         attend_current: see `stickbreaking_attention`. Default: False.

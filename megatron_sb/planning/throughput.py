@@ -50,6 +50,12 @@ MACHINES = {
     64: Machine(forward_tile=1.1, backward_step=1.97, rest_credit=0.0),
     128: Machine(rest_credit=0.0),
 }
+# Times of forward and backward as multiples of those of plain attention with the same heads, by (forget_gate, whether
+# logits are Euclidean). benchmarks/results/2026-11-28-h200-variants.md, at 16K.
+VARIANTS = {
+    64: {(True, False): (1.61, 1.33), (False, True): (1.14, 1.12), (True, True): (1.70, 1.50)},
+    128: {(True, False): (1.42, 1.40), (False, True): (1.10, 1.17), (True, True): (1.49, 1.65)},
+}
 # Bytes that memory-bound kernels move in forward and backward, and again in the recomputed forward.
 NORM_AND_RESIDUAL, NORM_AND_RESIDUAL_FORWARD = 44, 20  # for each token and channel of the hidden size
 ACTIVATION, ACTIVATION_FORWARD = 16, 6  # for each token and channel of an MLP
@@ -127,7 +133,7 @@ def predict_step(
     host = (rates.host_layer + rates.host_context * (layout.context > 1)) * (RECOMPUTED if again else 1.0)
     return StepTime(
         products=tokens * _product_seconds(model, logits, layout, rates),
-        attention=micro_batches * model.num_layers * attention_seconds(model, stage, layout, skipped),
+        attention=micro_batches * model.num_layers * attention_seconds(model, attention, stage, layout, skipped),
         memory=moved / rates.memory_tbytes / 1e12,
         transfers=_transfer_seconds(model, weights, tokens, micro_batches, layout),
         host=micro_batches * model.num_layers * host,
@@ -146,14 +152,18 @@ def _product_seconds(model: ModelConfig, logits: float, layout: Layout, rates: R
     return 6e-12 * (model.num_layers * layer * factor + hidden * logits / rates.product_tflops)
 
 
-def attention_seconds(model: ModelConfig, stage: StageConfig, layout: Layout, skipped: float) -> float:
+def attention_seconds(
+    model: ModelConfig, attention: StickBreakingAttentionConfig, stage: StageConfig, layout: Layout, skipped: float
+) -> float:
     """Return the seconds of a layer's attention for a micro-batch, in the fastest mode of context parallelism.
 
     The rows of a micro-batch count as further heads: the kernels take their tiles from one list. From MANY_HEADS on,
     the time is proportional to the rows.
     """
-    machine = MACHINES[next(head_dim for head_dim in sorted(MACHINES) if model.head_dim <= head_dim)]
-    tiles = {name: getattr(machine, name) * (1 - skipped) for name in ("forward_tile", "backward_step")}
+    columns = next(head_dim for head_dim in sorted(MACHINES) if model.head_dim <= head_dim)
+    machine, variant = MACHINES[columns], (attention.forget_gate, attention.logits == "euclidean")
+    forward, backward = (multiple * (1 - skipped) for multiple in VARIANTS[columns].get(variant, (1.0, 1.0)))
+    tiles = {"forward_tile": forward * machine.forward_tile, "backward_step": backward * machine.backward_step}
     machine = replace(machine, **tiles)
     heads, kv_heads = model.num_heads // layout.tensor, max(1, model.num_kv_heads // layout.tensor)
     one_row = Model(machine, Shape(stage.context_length, heads, kv_heads, model.head_dim), layout.context)

@@ -63,6 +63,31 @@ def test_unseen_records_are_predicted(script):
         assert 0.02 < script.off(row.gib) < (0.21 if "recomputed" in row.layout else 0.04), row
 
 
+@pytest.mark.parametrize(("heads", "head_dim"), [(12, 128), (24, 64)])
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("gated", {"forget_gate": True}),
+        ("euclidean", {"logits": "euclidean"}),
+        ("gated euclidean", {"forget_gate": True, "logits": "euclidean"}),
+    ],
+)
+def test_variants_of_the_logit_take_the_measured_times(name, fields, heads, head_dim):
+    """Two rows of 16K, forward and backward, as a multiple of plain attention."""
+    measured = json.loads((ROOT / "benchmarks/results/2026-11-28-h200-variants.json").read_text())["rows"]
+    shape = f"b=2 h={heads} d={head_dim} L=16384"
+    (ms,) = (row["ms"] for row in measured if row["shape"] == shape and row["direction"] == "both")
+    sizes = [f"model.num_heads={heads}", f"model.num_kv_heads={heads}", f"model.head_dim={head_dim}"]
+    config = load_config(DENSE, [*sizes, "model.num_parameters=null"])
+    plain = config.attention["stick_breaking"]
+    stage = replace(config.stages[0], context_length=16384)
+
+    def seconds(attention):
+        return throughput.attention_seconds(config.model, attention, stage, Layout(rows_at_once=2), 0.0)
+
+    assert seconds(replace(plain, **fields)) / seconds(plain) == pytest.approx(ms[name] / ms["plain"], rel=0.02)
+
+
 def test_the_documentation_has_the_deviations(script, rows):
     page = (ROOT / "docs/planning.md").read_text()
     for line in (*script.lines(rows), *script.lines(list(script.unseen_rows()))):
