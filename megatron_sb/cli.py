@@ -315,9 +315,8 @@ def main(argv: list[str] | None = None) -> int:
 
     `InputError`, a variable MEGATRON_SB_* that the operators reject, a file that the system cannot open or write, a
     missing optional module and a library that does not fit the installed torch print one line to standard error and
-    return 2. If the reader of standard output is gone, as
-    with `megatron-sb info | head -1`, the command ends silently. Ctrl-C is one line, too, and returns 130. Every other
-    error is a defect of the program and keeps its traceback.
+    return 2. If the reader of standard output is gone, as with `megatron-sb info | head -1`, the command ends silently.
+    Ctrl-C is one line, too, and returns 130. Every other error is a defect of the program and keeps its traceback.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:

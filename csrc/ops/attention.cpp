@@ -157,10 +157,10 @@ TensorPair attention_varlen(const Arguments& arguments) {
     static const Operator segments("megatron_sb::segments");
     const torch::jit::Stack table = segments.call(
         {{"cu_seqlens", cu_seqlens}, {"cu_seqlens_k", cu_seqlens_k}, {"q_rows", q_rows}, {"k_rows", k_rows}});
-    const AttentionCall packed = call;
+    const at::Tensor packed_q = call.q, packed_k = call.k;
     for (at::Tensor* x : {&call.q, &call.k, &call.v}) *x = x->unsqueeze(0);
     check_attention(call.q, call.k, call.v);
-    check_variants(packed.q, packed.k, packed.options);  // its errors name the shapes without the batch
+    check_variants(packed_q, packed_k, call.options);  // its errors name the shapes without the batch
     for (OptionalTensor* x : {&call.options.forget_gate, &call.options.query_bias, &call.options.key_bias})
         if (x->has_value()) *x = (*x)->unsqueeze(0);
     const auto [o, mass] = attend(call, table[0].toTensor(), max_seqlen_k);

@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "core/error.h"
 #include "core/limits.h"
 
 namespace megatron_sb::ops {
@@ -121,10 +122,12 @@ void check_row_values(const char* name, const at::Tensor& values, const at::Tens
                       at::ScalarType dtype) {
     TORCH_CHECK_TYPE(values.scalar_type() == dtype, name, ": dtype must be ", dtype, ", got ", values.scalar_type());
     check_device(name, values, x, x_name);
-    const bool fits = values.dim() == 3 && values.sym_size(0) == x.sym_size(0) && values.sym_size(1) == x.sym_size(2) &&
-                      values.sym_size(2) == x.sym_size(1);
-    TORCH_CHECK_VALUE(fits, name, ": shape must be (batch, heads, rows) of ", x_name, ", (", x.sym_size(0), ", ",
-                      x.sym_size(2), ", ", x.sym_size(1), "), got ", values.sym_sizes());
+    const bool packed = x.dim() == 3;
+    const c10::SymInt rows = x.sym_size(-3), heads = x.sym_size(-2);
+    const bool fits = values.dim() == x.dim() - 1 && (packed || values.sym_size(0) == x.sym_size(0)) &&
+                      values.sym_size(-2) == heads && values.sym_size(-1) == rows;
+    TORCH_CHECK_VALUE(fits, name, ": shape must be (", packed ? "" : "batch, ", "heads, rows) of ", x_name, ", (",
+                      packed ? "" : concat(x.sym_size(0), ", "), heads, ", ", rows, "), got ", values.sym_sizes());
 }
 
 }  // namespace megatron_sb::ops

@@ -54,7 +54,8 @@ void check_cu_seqlens_form(const char* name, const at::Tensor& cu_seqlens, const
 // CPU only: the values start at 0, never decrease and end within `rows`.
 void check_cu_seqlens_values(const char* name, const at::Tensor& cu_seqlens, int64_t rows);
 
-// One value of `dtype` for each head and row of `x` (b, s, h, d): shape (b, h, s), on the device of x.
+// One value of `dtype` for each head and row of `x` (b, s, h, d) or packed (t, h, d): shape (b, h, s) or (h, t), on the
+// device of x.
 void check_row_values(const char* name, const at::Tensor& values, const at::Tensor& x, const char* x_name,
                       at::ScalarType dtype);
 

@@ -273,10 +273,8 @@ OneTensor head_output(const Arguments& arguments) {
                       in.mass->dim());
     const bool packed = in.o.dim() == 3;
     if (packed) {
-        if (in.mass.has_value())
-            TORCH_CHECK_VALUE(in.mass->sym_size(0) == in.o.sym_size(1) && in.mass->sym_size(1) == in.o.sym_size(0),
-                              "mass: shape must be (heads, rows) of o, (", in.o.sym_size(1), ", ", in.o.sym_size(0),
-                              "), got ", in.mass->sym_sizes());
+        // Here, so that the error names shapes without the batch.
+        if (in.mass.has_value()) check_row_values("mass", *in.mass, in.o, "o", accumulation_type(in.o));
         in.o = in.o.unsqueeze(0);
         if (in.mass.has_value()) in.mass = in.mass->unsqueeze(0);
     }
