@@ -2,6 +2,7 @@
 
 #include "core/segment.h"
 #include "kernels/common/block_scan.cuh"
+#include "kernels/common/dependent_launch.cuh"
 #include "kernels/common/launch.h"
 #include "kernels/common/query_tiles.h"
 
@@ -18,6 +19,15 @@ struct Shared {
     int warp_sums[kMaxWarps];
 };
 
+__device__ int num_tiles(const Segment& s, int tile_rows) {
+    return (s.q_len + tile_rows - 1) / tile_rows;
+}
+__device__ QueryTile tile_of(const Segment& s, bool attend_current, int tile_rows, int tile) {
+    const int first = tile * tile_rows;
+    return {s.q_begin + first, min(tile_rows, s.q_len - first), s.k_begin, s.k_len,
+            first + s.q_pos_minus_k_pos + (attend_current ? 1 : 0)};
+}
+
 // Calls f(tile, bucket) for every tile of the call, in rounds of kThreads segments. Bucket 0 has the tiles with the
 // most keys. All threads of the CTA must call this.
 template <class F>
@@ -28,28 +38,37 @@ __device__ void for_each_tile(const Sizes& sizes, const Segments& segments, bool
         Segment mine = {};
         if (i < segments.size) mine = clamped(segments[i], sizes);
         shared.segments[threadIdx.x] = mine;
-        const int tiles = (mine.q_len + tile_rows - 1) / tile_rows;
-        shared.ends[threadIdx.x] = scan_over_block(tiles, 0, shared.warp_sums, Sum()).inclusive;
+        shared.ends[threadIdx.x] = scan_over_block(num_tiles(mine, tile_rows), 0, shared.warp_sums, Sum()).inclusive;
         __syncthreads();
-        for (int tile = threadIdx.x; tile < shared.ends[kThreads - 1]; tile += kThreads) {
-            int at = 0;  // the first segment that ends after `tile`
+        for (int i = threadIdx.x; i < shared.ends[kThreads - 1]; i += kThreads) {
+            int at = 0;  // the first segment that ends after tile i
             for (int step = kThreads / 2; step > 0; step /= 2)
-                if (shared.ends[at + step - 1] <= tile) at += step;
-            const Segment s = shared.segments[at];
-            const int first = (tile - (at > 0 ? shared.ends[at - 1] : 0)) * tile_rows;
-            const int rows = min(tile_rows, s.q_len - first);
-            const int visible = first + s.q_pos_minus_k_pos + (attend_current ? 1 : 0);
-            const int keys = clamp_row(visible + rows - 1, 0, s.k_len);
-            const int bucket = kBuckets - 1 - int(int64_t(keys) * (kBuckets - 1) / max(sizes.k_rows, 1));
-            f(QueryTile{s.q_begin + first, rows, s.k_begin, s.k_len, visible}, bucket);
+                if (shared.ends[at + step - 1] <= i) at += step;
+            const int first = at > 0 ? shared.ends[at - 1] : 0;
+            const QueryTile tile = tile_of(shared.segments[at], attend_current, tile_rows, i - first);
+            const int keys = clamp_row(tile.visible + tile.num_rows - 1, 0, tile.k_len);
+            f(tile, kBuckets - 1 - int(int64_t(keys) * (kBuckets - 1) / max(sizes.k_rows, 1)));
         }
         __syncthreads();
     }
 }
 
+// The tiles of one segment are sorted if they are written from the last one to the first one.
+__device__ void write_query_tiles(const Sizes& sizes, const Segment& segment, bool attend_current, int tile_rows,
+                                  int capacity, QueryTiles* out) {
+    const Segment s = clamped(segment, sizes);
+    const int tiles = min(num_tiles(s, tile_rows), capacity);
+    for (int i = threadIdx.x; i < tiles; i += kThreads)
+        out->entries()[i] = tile_of(s, attend_current, tile_rows, tiles - 1 - i);
+    if (threadIdx.x > 0) return;
+    out->count = tiles;
+    out->ticket = 0;
+}
+
 // A counting sort: count the tiles of each bucket, compute where each bucket begins, write the tiles.
 __device__ void write_query_tiles(const Sizes& sizes, const Segments& segments, bool attend_current, int tile_rows,
                                   int capacity, QueryTiles* out, Shared& shared) {
+    if (segments.size == 1) return write_query_tiles(sizes, segments[0], attend_current, tile_rows, capacity, out);
     shared.buckets[threadIdx.x] = 0;
     __syncthreads();
     for_each_tile(sizes, segments, attend_current, tile_rows, shared,
@@ -99,6 +118,7 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     prepare(const __grid_constant__ ForwardParams params, int tile_rows, int capacity, QueryTiles* out) {
     __shared__ Shared shared;
+    allow_next_kernel();  // the forward, which waits for the list
     if (blockIdx.x == 0)
         write_query_tiles(params.sizes, params.segments, params.options.attend_current, tile_rows, capacity, out,
                           shared);

@@ -34,10 +34,10 @@ __global__ void __launch_bounds__(T::kThreads, 1) backward(const __grid_constant
     // The shuffle shows the compiler that all lanes have the same value. The compiler then keeps this value, and values
     // derived from it, in uniform registers.
     const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
-    if (threadIdx.x == 0) {
-        shared.control.init();
-        allow_next_kernel();  // write_dq, on the multiprocessors of CTAs that have no more work
-    }
+    if (threadIdx.x == 0) shared.control.init();
+    wait_for_previous_kernel();  // plan_starts, which ends after plan_work
+    // write_dq may then start, on the multiprocessors of CTAs that have no more work. It reads the plan, too.
+    if (threadIdx.x == 0) allow_next_kernel();
     if constexpr (T::kExtra > 0) clear_shared(shared.zeros);
     __syncthreads();
     if (warpgroup == 0) {
@@ -88,8 +88,9 @@ void launch_backward(const BackwardParams& p, cudaStream_t stream) {
     a.reach = scalars.reach;
     a.expired_wait = common::expired_wait_record();
     const int64_t num_tickets = int64_t(a.plan.max_key_tiles) * a.plan.num_kv_heads * a.plan.parts.count();
-    common::launch("hopper backward", backward<T>, std::min<int64_t>(common::num_multiprocessors(), num_tickets),
-                   T::kThreads, sizeof(typename T::Shared), stream, a);
+    common::launch<common::Start::kBeforeEnd>("hopper backward", backward<T>,
+                                              std::min<int64_t>(common::num_multiprocessors(), num_tickets),
+                                              T::kThreads, sizeof(typename T::Shared), stream, a);
     finish_gradients(p, a.plan, a.scale, stream);
 }
 

@@ -1,5 +1,7 @@
 // Plans a backward call on the device, with two kernels. plan_work numbers the steps and sorts the key tiles.
 // plan_starts finds where the rows of each step start. plan_work also zeroes the gradients of rows in no segment.
+// The three kernels of a call start before the one before them has ended (programmatic dependent launch), and wait for
+// its end before they read what it writes.
 #include <algorithm>
 
 #include "core/limits.h"
@@ -8,6 +10,7 @@
 #include "kernels/common/launch.h"
 #include "kernels/hopper/bwd_plan.h"
 #include "kernels/hopper/hopper.h"
+#include "kernels/hopper/ptx.cuh"
 #include "kernels/hopper/tile_copy.cuh"
 
 namespace megatron_sb::hopper {
@@ -66,12 +69,29 @@ int blocks_that_clear(const BackwardParams& p) {
     return common::blocks_to_examine(p.sizes.q_rows) + common::blocks_to_examine(p.sizes.k_rows);
 }
 
+// Plans a call with one segment: its key tiles are in order.
+__device__ void plan_segment(const BackwardParams& p, const BackwardPlan& plan) {
+    const Segment s = clamped(p.segments[0], p.sizes);
+    const int tile_keys = backward_key_tile(p.sizes);
+    const int key_tiles = common::has_pairs(s) ? (s.k_len + tile_keys - 1) / tile_keys : 0;
+    if (threadIdx.x == 0) {
+        plan.segments[0] = {0, -1};
+        plan.counters[kNumKeyTiles] = key_tiles;
+        plan.counters[kNumSteps] = key_tiles > 0 ? num_steps(s) : 0;
+    }
+    __syncthreads();  // is_whole() reads plan.segments
+    for (int tile = threadIdx.x; tile < key_tiles; tile += kPlanThreads)
+        plan.key_tiles[tile] = {0, tile, s.k_len, is_whole(p, plan, 0, tile)};
+}
+
 // Thread block 0 plans. The other thread blocks zero the gradients of query rows and keys that belong to no segment.
 __global__ void __launch_bounds__(kPlanThreads)
     plan_work(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardPlan plan) {
     __shared__ int warp_values[kMaxWarps], changes[kPlanThreads];
     __shared__ int64_t warp_sums[kMaxWarps];
+    allow_next_kernel();
     if (blockIdx.x > 0) return clear_uncovered(p, blockIdx.x - 1, changes, warp_values);
+    if (p.segments.size == 1) return plan_segment(p, plan);
     Planner planner(p.sizes, p.segments, backward_key_tile(p.sizes), plan.key_tile_tables);
     const int64_t steps = common::number_units(
         p.sizes, p.segments, warp_sums, [](const Segment& s) { return num_steps(s); },
@@ -144,15 +164,21 @@ __device__ void scan_starts(StepStarts* first, int steps, int direction, int32_t
     }
 }
 
-// Finds where the rows of each step start. A thread block handles one segment of one head.
+// Finds where the rows of each step start. A thread block handles one segment of one head. The steps of the first
+// segment are numbered from 0, so one segment alone needs nothing of plan_work. Every block waits for the end of
+// plan_work all the same, because the main kernel waits for the end of this kernel only.
 __global__ void __launch_bounds__(kMaxWarps * 32)
     plan_starts(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardPlan plan) {
     __shared__ int warp_values[kMaxWarps];
     const int head = blockIdx.x / p.segments.size, i = blockIdx.x % p.segments.size;
     const Segment s = clamped(p.segments[i], p.sizes);
     const int steps = num_steps(s);
-    StepStarts* const starts = plan.starts + int64_t(head) * plan.max_steps + plan.segments[i].first_step;
+    allow_next_kernel();
+    if (p.segments.size > 1) wait_for_previous_kernel();
+    const int first_step = p.segments.size > 1 ? plan.segments[i].first_step : 0;
+    StepStarts* const starts = plan.starts + int64_t(head) * plan.max_steps + first_step;
     find_starts(p, i, s, int64_t(head) * p.sizes.q_rows + s.q_begin, starts);
+    wait_for_previous_kernel();
     __syncthreads();
     scan_starts(starts + steps - 1, steps, -1, &StepStarts::oldest_from_here, kNeverStarts, warp_values,
                 [](int a, int b) { return min(a, b); });
@@ -221,8 +247,8 @@ void launch_plan(const BackwardParams& params, const BackwardPlan& plan, cudaStr
     const int64_t heads = int64_t(params.sizes.batch) * params.sizes.num_heads;
     const int steps = plan.max_steps / params.segments.size;  // of an average segment
     const int warps = std::clamp(steps / kStepsAtOnce, 4, kMaxWarps);
-    common::launch("hopper backward: plan_starts", plan_starts, heads * params.segments.size, warps * 32, 0, stream,
-                   params, plan);
+    common::launch<common::Start::kBeforeEnd>("hopper backward: plan_starts", plan_starts, heads * params.segments.size,
+                                              warps * 32, 0, stream, params, plan);
 }
 
 }  // namespace megatron_sb::hopper

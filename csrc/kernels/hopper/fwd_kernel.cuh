@@ -96,8 +96,9 @@ void launch_forward(const ForwardParams& p, cudaStream_t stream) {
     a.expired_wait = common::expired_wait_record();
 
     const int64_t num_work_tiles = common::max_query_tiles(z, p.segments, T::kQueryTile) * z.batch * z.num_heads;
-    common::launch("hopper forward", forward<T>, std::min<int64_t>(common::num_multiprocessors(), num_work_tiles),
-                   T::kThreads, sizeof(typename T::Shared), stream, a);
+    common::launch<common::Start::kBeforeEnd>("hopper forward", forward<T>,
+                                              std::min<int64_t>(common::num_multiprocessors(), num_work_tiles),
+                                              T::kThreads, sizeof(typename T::Shared), stream, a);
 }
 
 }  // namespace megatron_sb::hopper

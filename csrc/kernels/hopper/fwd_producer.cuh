@@ -51,8 +51,10 @@ class ForwardProducer {
     __device__ ForwardProducer(typename T::Shared& shared, const ForwardArguments& arguments)
         : shared_(shared), control_(shared.control), args_(arguments), lane_(threadIdx.x % 32) {}
 
-    // All 32 lanes run this. Lane 0 issues the TMA loads.
+    // All 32 lanes run this. Lane 0 issues the TMA loads. The kernel begins while the list of tiles is written, and
+    // only the producer reads the list.
     __device__ void run() {
+        wait_for_previous_kernel();
         num_tiles_ = args_.tiles->count;
         prefetch_work_tile(kPrefetchSteps);
         for (bool more = start_work_tile(); more;) more = load_work_tile();

@@ -5,19 +5,21 @@
 
 #include <cstdint>
 
+#include "kernels/common/dependent_launch.cuh"
 #include "kernels/common/ptx.cuh"
 
 namespace megatron_sb::hopper {
 
+using common::allow_next_kernel;
 using common::copy_async;
 using common::exp2_approximate;
 using common::min_nan;
 using common::pack;
 using common::reciprocal;
 using common::shared_address;
+using common::wait_for_previous_kernel;
 
-// ---- barriers. Arrivals on an mbarrier release, waits acquire, both at the scope of the CTA
-// --------------------------
+// ---- barriers: arrivals on an mbarrier release, waits acquire, both at the scope of the CTA -------------------------
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
@@ -63,17 +65,6 @@ __device__ __forceinline__ bool mbarrier_test_wait(uint64_t* barrier, int parity
                  : "r"(shared_address(barrier)), "r"(parity)
                  : "memory");
     return done;
-}
-
-// ---- programmatic dependent launch ----------------------------------------------------------------------------------
-
-// Lets the next kernel of the stream start on multiprocessors that this one no longer uses. All CTAs call it.
-__device__ __forceinline__ void allow_next_kernel() {
-    asm volatile("griddepcontrol.launch_dependents;");
-}
-// Waits until the kernel before this one in the stream has ended, and makes its writes visible.
-__device__ __forceinline__ void wait_for_previous_kernel() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // ---- copies into shared memory --------------------------------------------------------------------------------------
