@@ -14,8 +14,9 @@ TORCH ?= torch==2.11.0
 EXTRAS ?= [test]
 # What installs packages: uv, or pip, which takes several times as long.
 INSTALLER ?= uv
-# Files of Python tests that run at a time. Each gets its share of the cores. tests/python/conftest.py orders them.
-WORKERS ?= 2
+# Files of Python tests that run at a time, one more than CI has cores: tests also wait for processes, the disk and
+# deadlines. Each file gets its share of the cores. tests/python/conftest.py orders them.
+WORKERS ?= 3
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 BUILD := build/Release
 CONFIG ?= configs/tiny_context_extension.yaml
@@ -52,9 +53,9 @@ CLANG_FORMAT = $(if $(CXX_FILES),$(BIN)/clang-format,$(error there are no C++ fi
 train: $(VENV)/.built
 	$(BIN)/megatron-sb train $(CONFIG)
 
-# The C++ tests leave a core free. Meanwhile it prepares the second environment.
+# The C++ tests leave a core free. Meanwhile it prepares the second environment, which takes as long as they do.
 test: $(VENV)/.built
-	$(MAKE) --output-sync=target -j 2 lint test-cpp $(BUILT312)
+	$(MAKE) --output-sync=target -j 3 lint test-cpp $(BUILT312)
 	$(MAKE) test-python
 	$(MAKE) test-megatron-3.12
 

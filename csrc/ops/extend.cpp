@@ -119,8 +119,8 @@ extend::Params params_of(const at::Tensor& x, const Columns& columns, int64_t he
     return params;
 }
 
-at::Tensor forward_on_gpu(const at::Tensor& x_given, const OptionalTensor& bias_given, const OptionalTensor& gate_given,
-                          const Columns& columns) {
+at::Tensor extend_on_gpu(const at::Tensor& x_given, const OptionalTensor& bias_given, const OptionalTensor& gate_given,
+                         const Columns& columns) {
     const DeviceScope scope(x_given.device());
     const at::Tensor x = aligned(unit_last_stride(x_given));
     const at::Tensor bias = bias_given.has_value() ? bias_given->contiguous() : at::Tensor();
@@ -133,8 +133,8 @@ at::Tensor forward_on_gpu(const at::Tensor& x_given, const OptionalTensor& bias_
     return out;
 }
 
-at::Tensor backward_on_gpu(const at::Tensor& d_extended_given, const at::Tensor& extended_given, Side side,
-                           int64_t head_dim) {
+at::Tensor extend_backward_on_gpu(const at::Tensor& d_extended_given, const at::Tensor& extended_given, Side side,
+                                  int64_t head_dim) {
     const DeviceScope scope(extended_given.device());
     const at::Tensor d_extended = aligned(unit_last_stride(d_extended_given));
     const at::Tensor extended = aligned(unit_last_stride(extended_given));
@@ -221,7 +221,7 @@ OneTensor extend_forward_op(const Arguments& arguments) {
     const OptionalTensor bias = arguments.optional_tensor("bias"), gate = arguments.optional_tensor("gate");
     check_forward(x, bias, gate);
 #if defined(SB_WITH_CUDA)
-    if (on_gpu(x)) return forward_on_gpu(x, bias, gate, columns_of(arguments));
+    if (on_gpu(x)) return extend_on_gpu(x, bias, gate, columns_of(arguments));
 #endif
     return forward_of_tensors(x, bias, gate, columns_of(arguments));
 }
@@ -237,7 +237,7 @@ OneTensor extend_backward_op(const Arguments& arguments) {
     const int64_t head_dim = arguments.get<c10::SymInt>("head_dim").expect_int();
     check_backward(d_extended, extended, head_dim);
 #if defined(SB_WITH_CUDA)
-    if (on_gpu(extended)) return backward_on_gpu(d_extended, extended, side_of(arguments), head_dim);
+    if (on_gpu(extended)) return extend_backward_on_gpu(d_extended, extended, side_of(arguments), head_dim);
 #endif
     return backward_of_tensors(d_extended, extended, side_of(arguments), head_dim);
 }

@@ -1,5 +1,6 @@
 """Settings for all Python tests: number of threads, fixed seeds, and skips for missing GPUs and optional packages."""
 
+import gc
 import importlib.util
 import os
 import random
@@ -27,12 +28,20 @@ _SLOW_FILES = (
     "megatron/test_megatron_killed.py",
     "megatron/test_megatron_resume.py",
     "package/test_package.py",
+    "package/test_build_backend.py",
+    "training/test_start.py",
+    "package/test_machine_code.py",
+    "ops/test_torch_integration.py",
+    "ops/test_variants.py",
+    "context_parallel/test_context_parallel_softmax.py",
     "package/test_install.py",
     "experiments/test_recall_experiments.py",
     "experiments/test_verdict.py",
     "experiments/test_swap.py",
     "training/test_distillation.py",
     "package/test_command_line.py",
+    "package/test_torch_version.py",
+    "ops/test_kvcache_variants.py",
     "ops/test_cpu_kernels.py",
     "training/test_checkpoint_files.py",
     "huggingface/test_plain_torch.py",
@@ -71,6 +80,19 @@ def pytest_configure():
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection():
+    """Leave the objects of all imported modules out of garbage collections: there are millions, and all of them stay.
+
+    torch.compile and Megatron-Core collect garbage dozens of times. Python also does so by itself, while modules are
+    imported, too.
+    """
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items):

@@ -1,17 +1,17 @@
 """The CPU kernels: memory and results with many threads, and the choice of the instruction set."""
 
 import json
-import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from support.accuracy import run
+from support.fork_server import run_python
 from support.inputs import make_inputs
 
 from megatron_sb import stickbreaking_attention
-from megatron_sb.processes import module_command
 
 LONG_BACKWARD = """
 import resource
@@ -31,16 +31,16 @@ print(peak() - before)
 """
 
 
-def run_python(code: str, **variables: str) -> subprocess.CompletedProcess:
-    """Run code in a new process, with more environment variables, and return its output as text."""
-    environment = {**os.environ, **variables}
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+def run_code(code: str, folder: Path, **variables: str) -> subprocess.CompletedProcess:
+    """Run code in a fork, with more environment variables. The library reads its variables in the first call."""
+    script = folder / "script.py"
+    script.write_text(code)
+    return run_python([script], seconds=300, environment=variables)
 
 
 def test_memory_of_the_backward_does_not_depend_on_the_number_of_threads():
     """64K keys of one head with 64 threads. dq, dk and dv need 48 MiB. A dk and dv for each thread would need 2 GiB."""
-    done = run_python(LONG_BACKWARD)
+    done = subprocess.run([sys.executable, "-c", LONG_BACKWARD], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 256 * 2**20
 
@@ -60,9 +60,10 @@ def test_results_are_bitwise_the_same_with_any_number_of_threads(shape):
 
 
 @pytest.mark.parametrize("level", ["avx1024", "AVX2", ""])
-def test_an_unknown_instruction_set_is_an_error(level):
+def test_an_unknown_instruction_set_is_an_error(level, tmp_path):
     code = "import torch, megatron_sb as sb; x = torch.randn(1, 4, 1, 8); sb.stickbreaking_attention(x, x, x)"
-    done = run_python(code, MEGATRON_SB_CPU_LEVEL=level)
+    done = run_code(code, tmp_path, MEGATRON_SB_CPU_LEVEL=level)
+    assert done.returncode == 1
     message = done.stderr.strip().splitlines()[-1]
     assert message.startswith("ValueError")
     assert f"MEGATRON_SB_CPU_LEVEL must be avx512, avx2 or baseline, got '{level}'" in message
@@ -79,23 +80,15 @@ def test_an_unknown_instruction_set_is_an_error(level):
 )
 def test_the_command_line_reports_an_invalid_variable(command, name, value):
     """The message is one line, and the exit status is that of an invalid argument."""
-    environment = {**os.environ, name: value}
-    done = subprocess.run(
-        [*module_command("megatron_sb.cli"), command],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-        check=False,
-    )
+    done = run_python(["-m", "megatron_sb.cli", command], seconds=300, environment={name: value})
     assert done.returncode == 2
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith(f"megatron-sb: {name} must be ") and value in line
 
 
-def test_info_names_the_kernels_that_a_variable_disables():
+def test_info_names_the_kernels_that_a_variable_disables(tmp_path):
     code = "import json; from megatron_sb import info; print(json.dumps(info.collect()['kernels']))"
-    kernels = json.loads(run_python(code, MEGATRON_SB_KERNELS="portable").stdout)
+    kernels = json.loads(run_code(code, tmp_path, MEGATRON_SB_KERNELS="portable").stdout)
     disabled = {kernel["name"] for kernel in kernels if "disabled by MEGATRON_SB_KERNELS" in kernel["serves"]}
     built = {kernel["name"] for kernel in kernels}
     assert "cpu" in built and disabled == built & {"hopper", "decode"}
