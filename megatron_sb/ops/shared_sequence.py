@@ -92,9 +92,10 @@ def _attend(plan: ContextParallelPlan, q: Tensor, k: Tensor, v: Tensor, **option
         )
     if not plan.packed:
         return context_parallel_attention(q, k, v, plan=plan, **options)
-    if q.dim() != 4 or q.shape[0] != 1:
-        raise ValueError(f"q must have a batch of one row if the plan is packed, got shape {tuple(q.shape)}.")
-    for name in ("forget_gate", "query_bias", "key_bias"):
-        options[name] = None if options[name] is None else options[name][0]
+    variants = {name: options[name] for name in ("forget_gate", "query_bias", "key_bias") if options[name] is not None}
+    for name, x in {"q": q, "k": k, "v": v, **variants}.items():
+        if x.dim() != (3 if name in variants else 4) or x.shape[0] != 1:
+            raise ValueError(f"{name} must have a batch of one row if the plan is packed, got shape {tuple(x.shape)}.")
+    options |= {name: x[0] for name, x in variants.items()}
     result = context_parallel_attention(q[0], k[0], v[0], plan=plan, **options)
     return tuple(x[None] for x in result) if options["return_mass"] else result[None]

@@ -1,7 +1,8 @@
 """A run's directory: its choice, the fields that a resumed run may change, and its lock.
 
 DIR/config.yaml    marks the directory as a run, and names what it was trained with
-DIR/.lock          locked (flock) by the job that writes; the lock ends with the job, the file stays
+DIR/.lock          locked (flock) by the job that writes; the lock ends with the job, the file stays. Its text tells
+                   other ranks whether their machine has the same directory
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import os
 import re
+import secrets
+import socket
 import sys
 import time
 import warnings
@@ -21,6 +25,7 @@ from megatron_sb.training.config import TrainingConfig
 from megatron_sb.validation import InputError
 
 LOCK_WAIT_SECONDS = 60.0  # after a supervisor was killed, its ranks may still be ending
+SEEN_SECONDS = 20.0  # a network file system may show a new file late
 POLL_SECONDS = 0.1
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # errors of file systems without flock
 # Fields that a resumed run may change. `refuse_changes` also checks that documents are padded as before.
@@ -116,6 +121,39 @@ def hold(directory: Path, wait_seconds: float = 0.0) -> IO:
             text = f"another job is writing to {directory}; waiting up to {wait_seconds:g} s for it to end"
             print(f"megatron-sb: {text}", file=sys.stderr, flush=True)
         time.sleep(POLL_SECONDS)
+
+
+def mark(lock: IO) -> str:
+    """Write a new token into the file of a directory's lock, and return it for `check_is_marked`."""
+    token = secrets.token_hex(16)
+    lock.truncate(0)
+    lock.write(token)
+    lock.flush()
+    os.fsync(lock.fileno())
+    return token
+
+
+def check_is_marked(directory: Path, token: str, wait_seconds: float) -> None:
+    """Check that this machine sees the directory that rank 0 has marked. Each rank writes its part of a checkpoint.
+
+    Raises:
+        ValueError: It does not within `wait_seconds`.
+    """
+    deadline = time.monotonic() + wait_seconds
+    while not _is_marked(directory, token):
+        if time.monotonic() >= deadline:
+            raise InputError(
+                f"--out must be a folder on a file system that all machines share, got {directory}: "
+                f"{socket.gethostname()} does not see what rank 0 writes there"
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def _is_marked(directory: Path, token: str) -> bool:
+    try:
+        return (directory / ".lock").read_text(encoding="utf-8") == token
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def refuse_results(directory: Path) -> None:

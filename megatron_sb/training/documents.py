@@ -74,9 +74,18 @@ class TextDocuments:
         yield self._lengths
 
     def read(self, index: int, start: int, stop: int) -> np.ndarray:
-        """Return tokens start to stop of one document: int64."""
+        """Return tokens start to stop of one document: int64.
+
+        Raises:
+            ValueError: The file is shorter than it was when the job started.
+        """
         num_bytes = min(stop, int(self._lengths[index]) - 1) - start
         read = np.fromfile(self.files[index], dtype=np.uint8, count=num_bytes, offset=start).astype(np.int64)
+        if len(read) != num_bytes:
+            raise InputError(
+                f"{self.files[index]} must have {self._lengths[index] - 1} bytes, as when the job started, got "
+                f"{os.path.getsize(self.files[index])}. Do not change the files of data.paths while a job runs."
+            )
         return np.append(read, BYTE_END_OF_DOCUMENT) if stop == self._lengths[index] else read
 
 

@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_sb.training import config as configuration
+from megatron_sb.training.agreement import Found, reason_to_refuse
 from megatron_sb.training.checkpoint import CheckpointDirectory, write_atomically
 from megatron_sb.training.command import Command
 from megatron_sb.training.config import ConfigError, TrainingConfig
-from megatron_sb.training.directory import prepare_directory
+from megatron_sb.training.directory import SEEN_SECONDS, check_is_marked, mark, prepare_directory
 from megatron_sb.training.initial_checkpoint import check_initial_checkpoint
 from megatron_sb.training.loop import Diverged, Interrupted, Job
 from megatron_sb.training.profiler import ProfilerWindow
@@ -117,11 +118,12 @@ def _run(config: TrainingConfig, command: Command) -> int:
         prepared = _prepare(config, command, device)
     except (InputError, OSError) as error:
         refusal = error
-    refusals: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(refusals, refusal)
-    if any(refusals):
+    fingerprint = None if prepared is None else prepared[-1].fingerprint()
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, Found(configuration.flatten(config), fingerprint, refusal))
+    if reason := reason_to_refuse(ranks):
         if dist.get_rank() == 0:
-            say(f"{command.config_path}: {next(filter(None, refusals))}")
+            say(f"{command.config_path}: {reason}")
         dist.barrier()  # a rank that ends first lets the launcher end rank 0, which must have printed the reason
         return EXIT_REFUSED
     directory, _lock, report, job = prepared  # the lock is held until the process ends
@@ -157,19 +159,25 @@ def _prepare(
 
 
 def _agree_on_directory(config: TrainingConfig, out: str | None, resume: bool) -> tuple[Path, IO | None]:
-    """Let rank 0 choose, check and lock the run's directory. Every rank returns it, or raises rank 0's error."""
+    """Let rank 0 choose, check and lock the run's directory. Every rank returns it, or raises rank 0's error.
+
+    Another rank can run in another working directory, and must see the same directory.
+    """
     answer: list[Any] = [None]
-    lock = None
+    directory, lock = None, None
     if dist.get_rank() == 0:
         try:
             directory, lock = _choose_directory(config, out, resume)
-            answer = [directory]
+            answer = [(directory.absolute(), mark(lock))]
         except (InputError, OSError) as error:
             answer = [error]
     dist.broadcast_object_list(answer, src=0)
     if isinstance(answer[0], Exception):
         raise answer[0]
-    return answer[0], lock
+    if directory is None:
+        directory, token = answer[0]
+        check_is_marked(directory, token, min(SEEN_SECONDS, config.parallel.timeout_seconds / 2))
+    return directory, lock
 
 
 def _choose_directory(config: TrainingConfig, out: str | None, resume: bool) -> tuple[Path, IO]:

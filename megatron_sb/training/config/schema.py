@@ -17,6 +17,7 @@ from megatron_sb.training.config.types import (
     Name,
     NonNegativeFloat,
     NonNegativeInt,
+    NumLayers,
     PositiveFloat,
     PositiveInt,
     Reach,
@@ -49,7 +50,7 @@ class ModelConfig(Section):
     head_dim defaults to hidden_size / num_heads. If that is not an integer, head_dim stays None and `check` reports it.
     """
 
-    num_layers: PositiveInt
+    num_layers: NumLayers
     hidden_size: PositiveInt
     num_heads: PositiveInt
     num_kv_heads: PositiveInt

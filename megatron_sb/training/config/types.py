@@ -37,6 +37,7 @@ Int = Annotated[int, Strict()]  # a bool is not an int
 Float = Annotated[float, BeforeValidator(_to_float), Field(allow_inf_nan=False)]
 Bool = Annotated[bool, Strict()]
 PositiveInt = Annotated[Int, Field(gt=0)]
+NumLayers = Annotated[Int, Field(gt=0, le=2**16)]  # a list of the layers must fit into memory
 NonNegativeInt = Annotated[Int, Field(ge=0)]
 Seed = Annotated[Int, Field(ge=0, lt=2**63)]  # Megatron-Core adds to it
 PositiveFloat = Annotated[Float, Field(gt=0)]

@@ -304,6 +304,7 @@ REFUSALS = {
     ),
     "data.kind=recal": r"data\.kind must be one of 'text', 'indexed', 'recall', got 'recal'",
     "data.kind=indexed": r"data\.vocab_size is required\ndata\.end_of_document is required",
+    f"model.num_layers={2**80}": rf"model\.num_layers must be less than or equal to {2**16}, got {2**80}",
     "model.num_kv_heads=3": r"model\.num_heads must be a multiple of model\.num_kv_heads = 3, got 4",
     "model.hidden_size=100": r"model\.head_dim must .*, got 25\. Its default is model\.hidden_size / model\.num_heads",
     "model.hidden_size=130": r"model\.hidden_size must be a multiple of model\.num_heads = 4, got 130",

@@ -50,6 +50,20 @@ def whole(side, index):
     return side.read(index, 0, int(side.lengths[index]))
 
 
+def test_a_text_file_that_becomes_shorter_is_an_error(text_folder):
+    """Its rows would have fewer tokens than the ranks and the loss expect."""
+    corpus = load_corpus(with_data(paths=(str(text_folder),), validation_fraction=0.3))
+    index = int(corpus.train.lengths.argmax())
+    length = int(corpus.train.lengths[index])
+    (name,) = [path for path in text_folder.rglob("*.txt") if path.stat().st_size == length - 1]
+    os.truncate(name, 10)
+    assert len(corpus.train.read(index, 0, 10)) == 10
+    message = rf"{name} must have {length - 1} bytes, as when the job started, got 10\. Do not change the files"
+    for start, stop in ((0, 11), (5, length), (100, length)):
+        with pytest.raises(ValueError, match=message):
+            corpus.train.read(index, start, stop)
+
+
 def test_text_folder_is_split_by_file_and_nothing_is_lost(text_folder):
     config = with_data(paths=(str(text_folder),), validation_fraction=0.3)
     corpus, again = load_corpus(config), load_corpus(config)

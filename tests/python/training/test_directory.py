@@ -13,7 +13,7 @@ import pytest
 
 from megatron_sb.training import directory
 from megatron_sb.training.config import load_config, to_yaml
-from megatron_sb.training.directory import hold, prepare_directory
+from megatron_sb.training.directory import check_is_marked, hold, mark, prepare_directory
 
 CONFIG = load_config(Path(__file__).parents[3] / "configs" / "tiny_context_extension.yaml", ["name=small"])
 
@@ -112,3 +112,19 @@ def test_where_there_are_no_locks_a_job_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", flock)
     with pytest.warns(UserWarning, match=r"cannot be locked \(No locks available\)"):
         prepare_directory(CONFIG, str(tmp_path), resume=False)[1].close()
+
+
+def test_other_ranks_see_the_directory_of_this_job(tmp_path):
+    """A directory of the same name on another machine, with the token of an earlier job or without, is an error."""
+    own, of_another_machine = tmp_path / "own", tmp_path / "other"
+    own.mkdir()
+    with hold(own) as lock:
+        earlier, token = mark(lock), mark(lock)
+        check_is_marked(own, token, 0.0)
+        for folder, of_rank_0 in ((of_another_machine, token), (own, earlier)):
+            with pytest.raises(ValueError, match=rf"--out must be a folder .* that all machines share, got {folder}:"):
+                check_is_marked(folder, of_rank_0, 0.0)
+        late = threading.Timer(0.3, lambda: own.rename(of_another_machine))  # as on a network file system
+        late.start()
+        check_is_marked(of_another_machine, token, 20.0)
+        late.join()

@@ -195,6 +195,9 @@ def refuses_wrong_use_of_a_shared_sequence(group) -> None:
         with sb.shared_sequence(plan, *tensors):
             function(*args)
 
+    def biased(name, tensor):
+        sb.stickbreaking_attention(x[:1], x[:1], x[:1], **{name: tensor})
+
     layer, cache = sb.StickBreakingSelfAttention(16, 2), sb.KVCache(2, 8, 2, 8)
     layer.requires_grad_(False)
 
@@ -206,7 +209,18 @@ def refuses_wrong_use_of_a_shared_sequence(group) -> None:
         (lambda: inside(plan, inside, plan, print), "shared_sequence inside another", ValueError),
         (lambda: inside(plan, print, tensors=[x]), f"tensors {rows} rows plan dimension 1 8", ValueError),
         (lambda: inside(plan, sb.stickbreaking_attention, x, x[:, 1:], x), "q k 8 local rows 7", ValueError),
-        (lambda: inside(packed, sb.stickbreaking_attention, x, x, x), "batch one row (2, 8, 2, 8)", ValueError),
+        (lambda: inside(packed, sb.stickbreaking_attention, x, x, x), "q batch one row (2, 8, 2, 8)", ValueError),
+        (lambda: inside(packed, sb.stickbreaking_attention, x[:1], x, x[:1]), "k batch one row", ValueError),
+        (lambda: inside(packed, sb.stickbreaking_attention, x[:1], x[:1], x), "v batch one row", ValueError),
+        *(
+            (
+                lambda name=name, shape=shape: inside(packed, biased, name, torch.ones(shape)),
+                f"{name} batch one row {shape}",
+                ValueError,
+            )
+            for name in ("forget_gate", "query_bias", "key_bias")
+            for shape in ((2, 8, 2), (8, 2))
+        ),
         (
             lambda: inside(plan, sb.stickbreaking_attention_varlen, x[0], x[0], x[0], offsets(0, 8)),
             "stickbreaking_attention_varlen shared_sequence plan",
