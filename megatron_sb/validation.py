@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
 from pathlib import Path
@@ -108,19 +108,22 @@ def check_number(
 
 def check_finite(name: str, value: object) -> None:
     """Raise TypeError unless value is a number, and ValueError unless it is finite."""
-    # math.isfinite would specialise a symbolic number. Comparisons only add guards.
-    check_number(name, value, "a finite number", lambda x: -math.inf < x < math.inf)
+    # math.isfinite would specialise a symbolic number. Comparisons only add guards. Ints may be larger than any float.
+    largest = sys.float_info.max
+    check_number(name, value, "a finite number", lambda x: -largest <= x <= largest)
 
 
 def check_flag(name: str, value: object) -> None:
     """Raise TypeError unless value is a bool."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {type(value).__name__}.")
+        kind = type(value)
+        got = f"numpy.{kind.__name__}" if kind.__module__ == "numpy" else kind.__name__  # there is a numpy.bool
+        raise TypeError(f"{name} must be True or False, got {got}.")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise ValueError unless value is one of the choices."""
-    if value not in choices:
+    if not (value is None or isinstance(value, str)) or value not in choices:  # an array cannot be compared
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 

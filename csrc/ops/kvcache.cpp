@@ -241,6 +241,10 @@ void check_append(const KvCacheCall& in, const at::Tensor& v) {
     for (const auto& [name, cache] : {std::pair<const char*, const at::Tensor&>{"k_cache", in.k}, {"v_cache", in.v}}) {
         TORCH_CHECK_VALUE(cache.sym_stride(3) == 1 || cache.sym_size(3) <= 1, name,
                           ": last stride must be 1 to append keys, got ", cache.sym_stride(3));
+        for (int dim = 0; dim < 3; ++dim)  // the elements of an expanded dimension are one element
+            TORCH_CHECK_VALUE(cache.sym_size(dim) <= 1 || cache.sym_stride(dim) != 0, name, ": stride of dimension ",
+                              dim, " must not be 0 to append keys, as of an expanded tensor, got strides ",
+                              cache.sym_strides());
     }
     check_size("k", "head_dim", in.new_keys.sym_size(3), "k_cache", in.k.sym_size(3));
     check_size("v", "head_dim", v.sym_size(3), "v_cache", in.v.sym_size(3));
@@ -261,6 +265,11 @@ void check_append_values(const KvCacheCall& in) {
     KvCacheCall after = in;
     after.cache_seqlens = lengths + num_new;
     check_values(after);
+}
+
+// Returns new keys or values, copied if they lie in the memory of a cache: rows are written while others are read.
+at::Tensor apart_from_caches(const at::Tensor& x, const KvCacheCall& in) {
+    return x.is_alias_of(in.k) || x.is_alias_of(in.v) ? x.clone() : x;
 }
 
 void append_on_cpu(const KvCacheCall& in, const at::Tensor& v) {
@@ -342,11 +351,12 @@ at::Tensor queries_of_cache(const KvCacheCall& in, const AttentionOptions& optio
 }  // namespace
 
 NoTensor kvcache_append(const Arguments& arguments) {
-    const KvCacheCall in = KvCacheCall::of_append(arguments);
-    const at::Tensor v = arguments.tensor("v");
+    KvCacheCall in = KvCacheCall::of_append(arguments);
+    at::Tensor v = arguments.tensor("v");
     check_append(in, v);
     if (in.q.is_cpu()) check_append_values(in);
     if (in.q.numel() == 0 || in.k.numel() == 0) return {};
+    for (at::Tensor* x : {&in.new_keys, &v}) *x = apart_from_caches(*x, in);
 #if defined(SB_WITH_CUDA)
     if (in.q.is_cuda()) {
         append_on_gpu(in, v);

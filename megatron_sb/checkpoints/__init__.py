@@ -6,6 +6,7 @@ Every conversion goes through `StickBreakingForCausalLM`. The formats are "huggi
 (Megatron-Core's distributed checkpoints), "dolomite" (dolomite-engine, lm-engine) and "fla" (flash-linear-attention).
 "megatron" and "fla" have no fields for the multipliers of muP: `save` folds these into the weights (`multipliers`).
 Models with softmax attention can be read too, with `swap_attention`: "llama", and "megatron" checkpoints of such runs.
+A "llama" without positions, whose attention is stick-breaking, is read as it is.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def format_of(source: str | Path) -> str:
         source: folder of the checkpoint.
 
     Returns:
-        One of `FORMATS`, or "llama", which `load` reads with swap_attention.
+        One of `FORMATS`, or "llama", which `load` reads with swap_attention, or without it if it has no positions.
 
     Raises:
         FileNotFoundError: if the folder does not exist, or has neither a config.json nor a distributed checkpoint.
@@ -81,7 +82,7 @@ def load(
             contains the checkpoint.
         swap_attention: read the weights of a model with softmax attention, "llama" or a "megatron" checkpoint of
             such a run, and give it stick-breaking attention. The weights were trained for softmax, so the model needs
-            training. Default False.
+            training. Must be False for a "llama" without positions. Default False.
         kv_heads: which KV head a query head n of a "dolomite" model reads: "grouped", n // (heads / kv_heads), or
             "tiled", n % kv_heads. Required if the model has more than one KV head and fewer than query heads, unless
             config.json records it, as in folders that `save` wrote. Default None.
@@ -113,7 +114,7 @@ def load(
     if kv_heads is not None and source_format != "dolomite":
         raise InputError(f"kv_heads must be None for a {source_format} folder, got {kv_heads!r}.")
     if source_format != "megatron":  # there the configuration tells
-        _check_swap(swap_attention, source_format == "llama", source)
+        _check_swap(swap_attention, source_format == "llama" and not llama.is_stick_breaking(source), source)
     if source_format == "huggingface":
         model_config, weights = files.model_config(source / "config.json"), files.read_tensors(source)
     elif source_format == "megatron":

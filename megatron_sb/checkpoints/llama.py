@@ -2,7 +2,7 @@
 
 The names of the weights are those of `StickBreakingForCausalLM`. The attention is softmax with rotary embeddings, which
 have no weights. So a Llama model has all weights of a stick-breaking model of its sizes, but they were trained for
-another attention: the result needs training.
+another attention: the result needs training. Only a Llama of `without_positions` was trained for this one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_sb.checkpoints import files
 from megatron_sb.huggingface import StickBreakingConfig
+from megatron_sb.huggingface.attention import has_rotation_disabled
 
 MODEL_TYPE = "llama"
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -26,8 +27,15 @@ SHARED_FIELDS = {  # with the defaults of transformers
     "pad_token_id": None,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "attend_current": StickBreakingConfig.attend_current,  # these two are fields of a Llama with attn_implementation
+    "mass_threshold": StickBreakingConfig.mass_threshold,  # "stickbreaking" alone
 }
 OF_ROTARY_EMBEDDING = ".rotary_emb.inv_freq"  # in old checkpoints; computed from the configuration
+
+
+def is_stick_breaking(folder: Path) -> bool:
+    """Return whether the model has stick-breaking attention, as only one without positions must have."""
+    return has_rotation_disabled(files.read_config(folder).get("rope_parameters"))
 
 
 def load(folder: Path) -> tuple[StickBreakingConfig, dict[str, Tensor]]:

@@ -7,12 +7,13 @@ all positions in queries and keys. The order of the keys replaces them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -27,12 +28,11 @@ from megatron_sb.huggingface.operators import (
 from megatron_sb.huggingface.packing import (
     Packing,
     check_mask_shape,
-    check_without_documents,
-    document_mask,
     documents_of,
     leftpad_of,
     of_step_mask,
     step_mask,
+    with_documents,
 )
 from megatron_sb.options import AttentionOptions
 
@@ -56,6 +56,7 @@ def register() -> None:
         # Configurations call a method of this name, and warn if there is none.
         name = f"_validate_{rope_type}_rope_parameters"
         setattr(RotaryEmbeddingConfigMixin, name, lambda self, parameters, ignore_keys=None: None)
+    _keep_implementation()
 
 
 def without_positions(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -107,8 +108,8 @@ def attention_forward(
         query: (b, h, s, d).
         key: (b, h_kv, s_k, d).
         value: (b, h_kv, s_k, d_v).
-        attention_mask: as `attention_mask` returns it. If it is None and there are no older keys, packed documents are
-            taken from the keyword arguments position_ids or cu_seq_lens_q.
+        attention_mask: as `attention_mask` returns it. If it has no padding and there are no older keys, packed
+            documents are taken from the keyword arguments position_ids or cu_seq_lens_q.
         dropout: must be 0.
         scaling: factor of the logits. Default None: 1 / sqrt(d).
         is_causal: must be True or None.
@@ -129,12 +130,10 @@ def attention_forward(
     _require(not wants_weights, "output_attentions", True, "False")
     for name, required in REQUIRED_VALUES.items():
         _require(kwargs.get(name) is required, name, kwargs.get(name), str(required))
-    bounds = kwargs.get("cu_seq_lens_q")
-    if query.shape[2] == key.shape[2]:  # no older keys
-        if attention_mask is None:
-            attention_mask = document_mask(kwargs.get("position_ids"), bounds, (query.shape[0], query.shape[2]))
-        elif getattr(attention_mask, "is_padding_only", False):
-            check_without_documents(bounds)
+    num_keys = key.shape[2] if attention_mask is None else attention_mask.shape[1]  # without empty slots of a cache
+    if query.shape[2] == num_keys:  # no older keys
+        documents = (kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q"))
+        attention_mask = with_documents(attention_mask, *documents, (query.shape[0], query.shape[2]))
     config = module.config
     out = attend(
         query.transpose(1, 2),
@@ -249,8 +248,8 @@ def attention_mask(
         or with padding on the left, if no gradients are recorded. Otherwise int32 (b, num_keys): 0 for padding, else
         the document number of the key. Its attribute `packing` is the batch's `Packing`. Its attribute `leftpad` is the
         number of padding tokens of each row, for decoding steps, or None if padding is not on the left only. Its
-        attribute `is_padding_only` is whether each row is one document. A mask without columns stands for an
-        unsupported mask; a layer that uses it raises ValueError.
+        attribute `is_padding_only` is whether each row is one document, and `has_padding` whether a 0 is in it. A mask
+        without columns stands for an unsupported mask; a layer that uses it raises ValueError.
 
     Raises:
         ValueError: if attention_mask has a wrong shape, the cache drops old keys, or the configuration does not state
@@ -290,6 +289,7 @@ def attention_mask(
     mask.leftpad = leftpad_of(mask) if q_length < num_keys else None
     mask.packing = Packing.of(mask, q_length)
     mask.is_padding_only = mask_function is causal_mask_function
+    mask.has_padding = kept is not None and not bool(kept.all())
     return mask
 
 
@@ -337,16 +337,61 @@ def _no_rotation(
     transformers calls this when it builds a model. Raise ValueError if the model would use another attention, which
     would not know the order of the keys.
     """
+    _check_implementation(config)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    share = rope.get("partial_rotary_factor", 1.0)
+    return torch.zeros(int(head_dim * share) // 2, device=device), 1.0
+
+
+def _check_implementation(config: PreTrainedConfig) -> None:
+    """Raise ValueError if a model without positions has another attention than this one."""
     implementation = config._attn_implementation
     if implementation != NAME:
         raise ValueError(
             f"attn_implementation must be {NAME!r} for a model without positions (rope_type {NO_ROTATION!r}), got "
             f"{implementation!r}. Load it with from_pretrained(FOLDER, attn_implementation={NAME!r})."
         )
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rope = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
-    share = rope.get("partial_rotary_factor", 1.0)
-    return torch.zeros(int(head_dim * share) // 2, device=device), 1.0
+
+
+def has_rotation_disabled(rope: dict | None) -> bool:
+    """Return whether `rope_parameters` of a configuration are those of `without_positions`, in any type of layer.
+
+    Example:
+        >>> from megatron_sb.huggingface.attention import has_rotation_disabled
+        >>> has_rotation_disabled({"rope_type": "default", "rope_theta": 10000.0})
+        False
+    """
+    by_layer = [part for part in _rope_by_layer(rope or {}).values() if isinstance(part, dict)]
+    kinds = {part.get("rope_type") for part in by_layer}
+    return bool(kinds & {NO_ROTATION, NO_ROTATION_0_1})
+
+
+def _keep_implementation() -> None:
+    """Let `set_attn_implementation` of every model refuse another attention, if the model has no positions.
+
+    transformers calls nothing of this package when a model changes its attention after it was built.
+    """
+    change = PreTrainedModel.set_attn_implementation
+    if hasattr(change, "keeps_stickbreaking"):  # the code of a saved folder calls this, too
+        return
+
+    @functools.wraps(change)
+    def set_attn_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        configs = {id(part.config): part.config for part in self.modules() if isinstance(part, PreTrainedModel)}
+        before = {key: config._attn_implementation for key, config in configs.items()}
+        change(self, *args, **kwargs)
+        try:
+            for config in configs.values():
+                if has_rotation_disabled(getattr(config, "rope_parameters", None)):
+                    _check_implementation(config)
+        except ValueError:
+            for key, config in configs.items():
+                config._attn_implementation_internal = before[key]  # the property would also set nested ones
+            raise
+
+    set_attn_implementation.keeps_stickbreaking = True
+    PreTrainedModel.set_attn_implementation = set_attn_implementation
 
 
 def _require(condition: bool, name: str, value: object, required: str) -> None:

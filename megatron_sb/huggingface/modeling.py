@@ -25,10 +25,11 @@ from transformers.utils import can_return_tuple
 from megatron_sb.huggingface.attention import NAME, attend
 from megatron_sb.huggingface.configuration import StickBreakingConfig
 from megatron_sb.huggingface.operators import head_output, stored_keys
-from megatron_sb.huggingface.packing import check_without_documents, document_mask, of_step_mask
+from megatron_sb.huggingface.packing import of_step_mask, with_documents
 from megatron_sb.huggingface.saved_folder import AUTO_CLASSES, LOADER, write_card, write_code
 from megatron_sb.nn.gates import OPEN_GATE, gates_of
 from megatron_sb.options import reach_of_heads
+from megatron_sb.validation import check_optional_tensors
 
 # The field of outputs that holds the cache. transformers 5.24 renamed it, and the argument of the same name.
 CACHE_FIELD = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
@@ -122,19 +123,32 @@ class StickBreakingMLP(nn.Module):
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class StickBreakingRouter(nn.Linear):
+    """Compute the router logits of tokens in fp32, also under autocast.
+
+    Only this module reads its weight. Programs that adapt linear layers, or keep their weights elsewhere until they are
+    called (PEFT, accelerate), would be ignored otherwise.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (tokens, hidden_size). Returns (tokens, num_experts)."""
+        with torch.autocast(x.device.type, enabled=False):
+            return nn.functional.linear(x.float(), self.weight.float())
+
+
 class StickBreakingExperts(nn.Module):
     """A mixture of MLPs. A token's best experts are weighted by the softmax of their router logits, in fp32."""
 
     def __init__(self, config: StickBreakingConfig) -> None:
         super().__init__()
         self.num_chosen = config.num_experts_per_tok
-        self.router = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.router = StickBreakingRouter(config.hidden_size, config.num_experts, bias=False)
         self.experts = nn.ModuleList(StickBreakingMLP(config) for _ in range(config.num_experts))
 
     def forward(self, x: Tensor, return_router_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """x: (b, s, hidden_size). The router logits have the shape (b * s, num_experts)."""
         tokens = x.flatten(0, -2)
-        logits = nn.functional.linear(tokens.float(), self.router.weight.float())
+        logits = self.router(tokens)
         best, chosen = logits.topk(self.num_chosen, dim=-1)
         weights = best.softmax(-1)
         out = torch.zeros_like(tokens, dtype=torch.float32)
@@ -271,6 +285,16 @@ def _given_cache(model: StickBreakingModel, cache: Cache | None, past_key_values
     return cache
 
 
+def _check_position_shape(position_ids: Tensor | None, x: Tensor) -> None:
+    """Raise ValueError unless position_ids have a row for each row of x (b, s, channels), or one for all."""
+    rows, length = x.shape[:2]
+    if position_ids is None or (
+        position_ids.dim() == 2 and position_ids.shape[0] in (1, rows) and position_ids.shape[1] == length
+    ):
+        return
+    raise ValueError(f"position_ids must have shape ({rows} or 1, {length}), got {tuple(position_ids.shape)}.")
+
+
 class StickBreakingModel(StickBreakingPreTrainedModel):
     """The decoder without its output layer.
 
@@ -293,6 +317,20 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
+
+    def _embedded(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """Return the input of the first layer, (b, s, hidden_size). Raise ValueError for wrong arguments."""
+        if (input_ids is None) == (inputs_embeds is None):
+            both = "both" if inputs_embeds is not None else "neither"
+            raise ValueError(f"Exactly one of input_ids and inputs_embeds must be given, got {both}.")
+        if input_ids is not None and input_ids.dim() != 2:
+            raise ValueError(f"input_ids must have 2 dimensions, (batch, tokens), got shape {tuple(input_ids.shape)}.")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if x.dim() != 3 or x.shape[2] != self.config.hidden_size:
+            raise ValueError(
+                f"inputs_embeds must have shape (batch, tokens, {self.config.hidden_size}), got {tuple(x.shape)}."
+            )
+        return x * self.config.embedding_multiplier
 
     @can_return_tuple
     def forward(
@@ -339,11 +377,8 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
         """
         if self.config.output_attentions if output_attentions is None else output_attentions:
             raise ValueError("output_attentions must be False, got True: attention weights are never stored.")
-        if (input_ids is None) == (inputs_embeds is None):
-            both = "both" if inputs_embeds is not None else "neither"
-            raise ValueError(f"Exactly one of input_ids and inputs_embeds must be given, got {both}.")
-        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        x = x * self.config.embedding_multiplier
+        check_optional_tensors({"position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens_q})
+        x = self._embedded(input_ids, inputs_embeds)
         use_cache = self.config.use_cache if use_cache is None else use_cache
         cache = _given_cache(self, cache, past_key_values)
         if use_cache and cache is None and not self.training:
@@ -353,10 +388,11 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
         reads_values = position_ids is not None and is_of_rows
         make_mask = torch.compiler.disable(create_causal_mask) if reads_values else create_causal_mask
         mask = make_mask(self.config, x, attention_mask, cache)
-        if mask is None and (cache is None or cache.get_seq_length() == 0):
-            mask = document_mask(position_ids, cu_seq_lens_q, x.shape[:2])
-        elif cu_seq_lens_q is not None and (cache is None or cache.get_seq_length() == 0):
-            check_without_documents(cu_seq_lens_q)
+        # Not for the mask of a step with a static cache: a compiled graph must not read the length of that cache.
+        may_have_documents = mask is None or getattr(mask, "is_padding_only", False)
+        if may_have_documents and (cache is None or cache.get_seq_length() == 0):
+            _check_position_shape(position_ids, x)
+            mask = with_documents(mask, position_ids, cu_seq_lens_q, x.shape[:2])
         keep_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         keep_routing = _wants_router_logits(self.config, output_router_logits)
         states, routing = [], []

@@ -219,6 +219,41 @@ def document_mask(positions: Tensor | None, bounds: Tensor | None, shape: tuple[
     return mask
 
 
+def with_documents(
+    mask: Tensor | None, positions: Tensor | None, bounds: Tensor | None, shape: tuple[int, int]
+) -> Tensor | None:
+    """Return the mask of a batch without older keys, with its packed documents.
+
+    Args:
+        mask: as `attention_mask` of this package returns it. A static cache has a mask also where nothing is padding.
+        positions: position_ids, as for `document_mask`. Ignored if the mask has padding.
+        bounds: cu_seq_lens_q, as for `document_mask`.
+        shape: (b, s).
+
+    Returns:
+        A mask of `document_mask`, or `mask` if there are no documents in positions and bounds.
+
+    Raises:
+        ValueError: if bounds are given and the mask has padding.
+
+    Example:
+        >>> import torch
+        >>> from megatron_sb.huggingface.packing import with_documents
+        >>> mask = torch.ones(1, 5, dtype=torch.int32)
+        >>> mask.is_padding_only, mask.has_padding = True, False
+        >>> with_documents(mask, torch.tensor([[0, 1, 2, 0, 1]]), None, (1, 5))
+        tensor([[1, 1, 1, 2, 2]], dtype=torch.int32)
+    """
+    if mask is not None:
+        if not getattr(mask, "is_padding_only", False):
+            return mask
+        if getattr(mask, "has_padding", True):  # a graph does not know it
+            check_without_documents(bounds)
+            return mask
+    documents = document_mask(positions, bounds, shape)
+    return mask if documents is None else documents
+
+
 def check_without_documents(bounds: Tensor | None) -> None:
     """Raise ValueError if there are documents. Call it where a mask has padding. bounds: cu_seq_lens_q."""
     if bounds is not None:

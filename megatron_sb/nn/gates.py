@@ -93,7 +93,7 @@ def forget_gate_loss(f: Tensor) -> Tensor:
         f: gates in [0, 1], of any shape.
 
     Returns:
-        A scalar. It is finite also for f = 0.
+        A scalar. It is finite also for f = 0. Without gates it is 0.
 
     Example:
         >>> import torch
@@ -101,7 +101,8 @@ def forget_gate_loss(f: Tensor) -> Tensor:
         >>> forget_gate_loss(torch.tensor([1.0, 0.5]))
         tensor(0.3466)
     """
-    return -f.clamp_min(_MIN_GATE).log().mean()
+    closed = -f.clamp_min(_MIN_GATE).log()
+    return closed.mean() if f.numel() else closed.sum()  # of a rank without rows
 
 
 def keep_gates_open(f: Tensor, coefficient: float) -> Tensor:

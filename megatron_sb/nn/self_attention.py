@@ -16,7 +16,7 @@ from megatron_sb.ops.groups import Group
 from megatron_sb.ops.kvcache import KVCache, attend_to_filled
 from megatron_sb.ops.shared_sequence import shared_plan
 from megatron_sb.options import COMMS, DEFAULT_MASS_THRESHOLD, LAYOUTS, LayerOptions, check_head_dim
-from megatron_sb.validation import check_choice, check_counts, check_number, check_tensor, head_dim_of
+from megatron_sb.validation import check_choice, check_counts, check_flag, check_number, check_tensor, head_dim_of
 
 
 def _checked_head_dim(
@@ -125,6 +125,7 @@ class StickBreakingSelfAttention(nn.Module):
             forget_gate=forget_gate,
             forget_gate_loss=forget_gate_loss,
         )
+        check_flag("bias", bias)
         check_choice("layout", layout, LAYOUTS)
         check_choice("comm", comm, COMMS)
         self.gate_loss: Tensor | None = None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_sb.options import DEFAULT_MASS_THRESHOLD, AttentionOptions
-from megatron_sb.validation import check_optional_tensors, check_tensor
+from megatron_sb.validation import check_flag, check_optional_tensors, check_tensor
 
 # What `stickbreaking_attention` calls in `shared_sequence`. None outside.
 over_ranks: Callable | None = None
@@ -83,6 +83,7 @@ def stickbreaking_attention(
         >>> o.sum().backward()
     """
     options = AttentionOptions(scale, attend_current, mass_threshold, logits, reach)
+    check_flag("return_mass", return_mass)
     for name, value in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, value)
     variants = {"forget_gate": forget_gate, "query_bias": query_bias, "key_bias": key_bias}

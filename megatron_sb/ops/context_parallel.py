@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_sb.ops.groups import Group, group_size, hierarchical_pair, process_group
 from megatron_sb.ops.received_bytes import ReceivedBytes, Sizes, received_bytes
 from megatron_sb.options import DEFAULT_MASS_THRESHOLD, LAYOUTS, LOGITS, PACKINGS, check_option_types
-from megatron_sb.validation import check_choice, check_optional_tensors, check_tensor
+from megatron_sb.validation import check_choice, check_flag, check_optional_tensors, check_tensor
 
 _WHY_NOT_COMPILED = (
     "megatron_sb: context parallelism is not a part of a compiled graph, because ranks exchange data in it. Compile "
@@ -426,6 +426,7 @@ def context_parallel_attention(
         check_tensor(name, value)
     # The operator checks the values of scale, mass_threshold and reach, so that the error is raised on every rank.
     check_option_types(scale, attend_current, mass_threshold, reach)
+    check_flag("return_mass", return_mass)
     check_choice("logits", logits, LOGITS)
     variants = {"forget_gate": forget_gate, "query_bias": query_bias, "key_bias": key_bias}
     check_optional_tensors(variants)

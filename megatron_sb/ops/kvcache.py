@@ -22,6 +22,7 @@ from megatron_sb.validation import (
 # Columns of a variant, after the channels of a key: first those that Euclidean logits and biases share, then the gate,
 # which is the sum of its first three columns.
 _COLUMNS = 8
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def stored_head_dim(head_dim: int, *, logits: str = "dot", forget_gate: bool = False, key_bias: bool = False) -> int:
@@ -38,6 +39,7 @@ def stored_head_dim(head_dim: int, *, logits: str = "dot", forget_gate: bool = F
         >>> stored_head_dim(64, forget_gate=True)
         72
     """
+    check_number("head_dim", head_dim)
     check_choice("logits", logits, LOGITS)
     check_flag("forget_gate", forget_gate)
     check_flag("key_bias", key_bias)
@@ -103,6 +105,7 @@ def keys_and_gates(
     Raises:
         ValueError: If d' is not that of `stored_head_dim`.
     """
+    check_tensor("stored", stored)
     wanted = stored_head_dim(head_dim, logits=logits, forget_gate=forget_gate, key_bias=key_bias)
     if stored.shape[-1] != wanted:
         raise ValueError(f"stored must have {wanted} channels, as stored_head_dim says, got {stored.shape[-1]}.")
@@ -144,7 +147,8 @@ def stickbreaking_attention_with_kvcache(
             multiple of 8 and at most 256.
         k_cache: (b, s_cache, h_kv, d), or with a block_table (num_blocks, block_size, h_kv, d), in q's dtype. h is a
             multiple of h_kv. With Euclidean logits, forget gates or biases it holds `stored_keys`, and so does k.
-        v_cache: (b, s_cache, h_kv, d_v), or with a block_table (num_blocks, block_size, h_kv, d_v), in q's dtype.
+        v_cache: (b, s_cache, h_kv, d_v), or with a block_table (num_blocks, block_size, h_kv, d_v), in q's dtype. With
+            k and v, neither cache may be an expanded tensor.
         cache_seqlens: int32, (b,), the number of valid keys of each sequence, including the s_q new ones but without
             those in k. It counts from row 0 of the cache, also with cache_leftpad, and is not changed. May be 0. Later
             rows of the cache are not read. On a GPU the values are not read by the host: the kernels clamp them
@@ -196,8 +200,8 @@ def stickbreaking_attention_with_kvcache(
         True
     """
     options = AttentionOptions(scale, attend_current, mass_threshold, logits, reach)
-    check_flag("forget_gate", forget_gate)
-    check_flag("key_bias", key_bias)
+    for name, flag in (("forget_gate", forget_gate), ("key_bias", key_bias), ("return_mass", return_mass)):
+        check_flag(name, flag)
     for name, value in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("cache_seqlens", cache_seqlens)):
         check_tensor(name, value)
     optional = {"block_table": block_table, "cache_leftpad": cache_leftpad, "k": k, "v": v, "query_bias": query_bias}
@@ -340,6 +344,8 @@ class KVCache:
             least = torch.finfo(torch.float32).tiny  # the columns hold key_bias / scale
             expected = f"a number of magnitude at least {least:.6g} with key_bias=True"
             check_number("scale", scale, expected, lambda x: abs(x) >= least)
+        if dtype not in (None, *_DTYPES):
+            raise TypeError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype}.")
         rows, kind = (batch_size, max_len, num_kv_heads), {"device": device, "dtype": dtype}
         width = stored_head_dim(head_dim, logits=logits, forget_gate=forget_gate, key_bias=key_bias)
         self.k, self.v = torch.empty(*rows, width, **kind), torch.empty(*rows, head_dim_v, **kind)

@@ -8,7 +8,9 @@ from torch._subclasses.fake_tensor import is_fake
 
 from megatron_sb.ops import attention
 from megatron_sb.options import DEFAULT_MASS_THRESHOLD, AttentionOptions
-from megatron_sb.validation import check_optional_tensors, check_tensor
+from megatron_sb.validation import check_flag, check_optional_tensors, check_tensor
+
+_MAX_INT32 = 2**31 - 1  # no document has more rows
 
 
 def stickbreaking_attention_varlen(
@@ -72,6 +74,7 @@ def stickbreaking_attention_varlen(
         torch.Size([100, 4, 64])
     """
     options = AttentionOptions(scale, attend_current, mass_threshold, logits, reach)
+    check_flag("return_mass", return_mass)
     for name, value in (("q", q), ("k", k), ("v", v), ("cu_seqlens", cu_seqlens)):
         check_tensor(name, value)
     variants = {"forget_gate": forget_gate, "query_bias": query_bias, "key_bias": key_bias}
@@ -102,7 +105,9 @@ def stickbreaking_attention_varlen(
 
 def _host_integer(max_seqlen: object) -> int | None:
     """Return max_seqlen, or None for a tensor: the host must not wait for a value on a GPU."""
-    return None if isinstance(max_seqlen, Tensor) else max_seqlen
+    if isinstance(max_seqlen, Tensor):
+        return None
+    return min(max_seqlen, _MAX_INT32) if isinstance(max_seqlen, int) else max_seqlen  # operators take 64 bits
 
 
 def _check_max_seqlen(name: str, max_seqlen: object, cu_seqlens: Tensor) -> None:
@@ -112,6 +117,8 @@ def _check_max_seqlen(name: str, max_seqlen: object, cu_seqlens: Tensor) -> None
     # Some callers pass a tensor. If it is on a GPU, the host must not read it.
     if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (Integral, torch.SymInt, Tensor)):
         raise TypeError(f"{name} must be an int, got {type(max_seqlen).__name__}.")
+    if isinstance(max_seqlen, Tensor) and max_seqlen.numel() != 1:
+        raise ValueError(f"{name} must be an int, or a tensor with one element, got shape {tuple(max_seqlen.shape)}.")
     known = not torch.compiler.is_compiling() and cu_seqlens.device.type == "cpu" and not is_fake(cu_seqlens)
     if not known or cu_seqlens.dim() != 1:
         return

@@ -1,10 +1,12 @@
 """Weights of models with softmax attention, read as weights of stick-breaking models."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.decoders import TO_CONVERT, make_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from megatron_sb import checkpoints, cli
 from megatron_sb.huggingface import without_positions
@@ -48,6 +50,33 @@ def test_llama(variant, tmp_path):
         torch.testing.assert_close(logits, llama(ids).logits, rtol=1e-4, atol=1e-5)
         assert (logits - softmax(ids).logits).abs().max() > 0.01
     assert swapped.config.eos_token_id == 3
+
+
+@pytest.mark.parametrize("options", [{}, {"attend_current": True, "mass_threshold": 0.25}], ids=["default", "options"])
+def test_a_llama_that_breaks_sticks(options, tmp_path):
+    """Nothing is swapped, and the options of its attention are kept."""
+    torch.manual_seed(0)
+    config = without_positions(LlamaConfig(**SIZES, initializer_range=0.3, **options))
+    llama = AutoModelForCausalLM.from_config(config, attn_implementation="stickbreaking").eval()
+    llama.save_pretrained(tmp_path / "llama")
+    assert cli.main(["convert", str(tmp_path / "llama"), str(tmp_path / "out"), "--to", "huggingface"]) == 0
+    converted, ids = checkpoints.load(tmp_path / "out"), torch.randint(61, (2, 24))
+    assert {name: getattr(converted.config, name) for name in options} == options
+    with torch.no_grad():
+        torch.testing.assert_close(converted(ids).logits, llama(ids).logits, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"swap_attention must be False to read .*stick-breaking attention, got True"):
+        checkpoints.load(tmp_path / "llama", swap_attention=True)
+
+
+@pytest.mark.parametrize("rope", [None, {}, {"full_attention": None}, {"factor": 8.0}], ids=str)
+def test_rotary_parameters_of_a_softmax_llama(rope, tmp_path):
+    """Old and unusual configurations have softmax attention, too."""
+    source = saved_llama(tmp_path / "llama")
+    fields = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(fields | {"rope_parameters": rope}))
+    with pytest.raises(ValueError, match="swap_attention must be True"):
+        checkpoints.load(source)
+    assert checkpoints.load(source, swap_attention=True).config.hidden_size == 32
 
 
 def test_the_command_and_back(tmp_path, capsys):

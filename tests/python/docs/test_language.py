@@ -125,6 +125,7 @@ FOREIGN = (
     "Could not find the compiler",
     "Could not resolve the process group",
     "Failed to compile the C++ dataset",
+    "Implementation stickbreaking is not supported",
     "Killed signal",
     "No CMAKE_CXX_COMPILER",
     "No matching distribution found",

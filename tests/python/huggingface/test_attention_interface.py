@@ -141,10 +141,10 @@ def make_gated_model():
     [lambda: make_model(without_rotation()), make_stick_breaking_model, make_gated_model],
     ids=["llama", "stickbreaking", "gates, Euclidean"],
 )
-@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("cache", [None, "dynamic", "static"])
 @pytest.mark.parametrize("given_by", ["positions", "positions and a mask", "bounds"])
-def test_packed_documents(make, use_cache, given_by):
-    """Documents are given by positions that restart at 0, or by cu_seq_lens_q."""
+def test_packed_documents(make, cache, given_by):
+    """Documents are given by positions that restart at 0, or by cu_seq_lens_q. An empty cache changes nothing."""
     model, rows = make(), [tokens(1, 5), tokens(1, 9), tokens(1, 1)]
     lengths = [row.shape[1] for row in rows]
     documents = {"position_ids": torch.cat([torch.arange(length) for length in lengths])[None]}
@@ -155,7 +155,10 @@ def test_packed_documents(make, use_cache, given_by):
         documents["attention_mask"] = torch.ones(1, sum(lengths), dtype=torch.long)
     alone = torch.cat([logits(model, row) for row in rows], 1)
     for _ in range(2):  # the second forward uses the mask that the first one stored
-        packed = logits(model, torch.cat(rows, 1), use_cache=use_cache, **documents)
+        caches = {"use_cache": cache is not None}
+        if cache == "static":  # with slots that stay empty
+            caches["past_key_values"] = StaticCache(model.config, max_cache_len=sum(lengths) + 3)
+        packed = logits(model, torch.cat(rows, 1), **caches, **documents)
         torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-4)
     if given_by == "positions":
         documents["position_ids"].data.copy_(torch.arange(sum(lengths)))  # torch does not count this write
@@ -206,12 +209,14 @@ def test_a_mask_of_one_row(make, cache, side):
 
 
 @pytest.mark.parametrize("make", [lambda: make_model(without_rotation()), decoders.make_model])
-def test_documents_and_padding_exclude_each_other(make):
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_documents_and_padding_exclude_each_other(make, cache):
     """Without an error, the documents of a padded row would attend to each other."""
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
+    model, mask = make(), torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
     bounds = torch.tensor([0, 5, 8], dtype=torch.int32)
+    caches = {} if cache is None else {"past_key_values": StaticCache(model.config, max_cache_len=10)}
     with pytest.raises(ValueError, match=mentions("cu_seq_lens_q None attention_mask padding 2 documents")):
-        logits(make(), tokens(1, 8), attention_mask=mask, cu_seq_lens_q=bounds)
+        logits(model, tokens(1, 8), attention_mask=mask, cu_seq_lens_q=bounds, **caches)
 
 
 @pytest.mark.parametrize("bounds", [[0, 3, 9], [2, 3, 8], [0, 5, 3, 8], []], ids=str)
@@ -285,6 +290,18 @@ def test_saved_models_refuse_other_attention(tmp_path, rope_type):
             AutoModelForCausalLM.from_pretrained(tmp_path, **chosen_attention)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="stickbreaking")
     assert torch.equal(logits(loaded, ids), logits(model, ids))
+    for implementation in ("sdpa", "paged|eager", {"": "eager"}):  # of a model that exists
+        with pytest.raises(ValueError, match=mentions("attn_implementation 'stickbreaking' positions")):
+            loaded.set_attn_implementation(implementation)
+    loaded.set_attn_implementation("stickbreaking")
+    assert torch.equal(logits(loaded, ids), logits(model, ids))
+
+
+def test_other_models_change_their_attention():
+    """Importing the package leaves `set_attn_implementation` of models with positions as it is."""
+    model = AutoModelForCausalLM.from_config(make_config(), attn_implementation="sdpa")
+    model.set_attn_implementation("eager")
+    assert model.config._attn_implementation == model.model.config._attn_implementation == "eager"
 
 
 WITHOUT_IMPORT = """

@@ -348,3 +348,19 @@ def test_invalid_calls():
         make_model()(tokens(1, 4), output_attentions=True)
     with pytest.raises(ValueError, match=mentions("output_attentions True False")):
         make_model(output_attentions=True)(tokens(1, 4))
+    with pytest.raises(ValueError, match=mentions("input_ids 2 dimensions (4,)")):
+        make_model()(tokens(4))
+    with pytest.raises(ValueError, match=mentions("inputs_embeds (batch, tokens, 32) (1, 4, 16)")):
+        make_model()(inputs_embeds=torch.randn(1, 4, 16))
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("shape", [(8,), (1, 4), (3, 8), (2, 1, 8)])
+def test_positions_of_a_wrong_shape(shape, use_cache):
+    """They were ignored, so that documents attended to each other."""
+    with pytest.raises(ValueError, match=mentions(f"position_ids (2 or 1, 8) {shape}")):
+        make_model()(tokens(2, 8), position_ids=torch.zeros(shape, dtype=torch.long), use_cache=use_cache)
+    with pytest.raises(TypeError, match=mentions("position_ids torch.Tensor list")):
+        make_model()(tokens(1, 2), position_ids=[[0, 0]])
+    with pytest.raises(TypeError, match=mentions("cu_seq_lens_q torch.Tensor list")):
+        make_model()(tokens(1, 2), cu_seq_lens_q=[0, 1, 2])

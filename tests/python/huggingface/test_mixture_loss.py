@@ -197,6 +197,16 @@ def test_gradients_reach_the_router():
         torch.testing.assert_close(both[name], wanted, atol=1e-5, rtol=1e-3, msg=name)
 
 
+def test_router_logits_under_autocast():
+    """They are fp32, and those of the formula for the rounded inputs that routers get."""
+    model = make_model()
+    with torch.autocast("cpu", torch.bfloat16):
+        inputs, made = router_inputs(model, input_ids=tokens(2, 8))
+    for found, expected in zip(made.router_logits, logits_of(model, inputs), strict=True):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(reentrant):
     """The loss and all gradients have the bits of training without it."""

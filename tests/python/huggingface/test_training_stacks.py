@@ -180,6 +180,32 @@ def test_prompt_tuning_generates(make_model):
         assert new == alone.tolist() == chosen(model, row, 4)
 
 
+@each_model
+def test_adapters_of_every_linear_layer(make_model):
+    """Adapters of routers and gates take part in the forward, and merging them changes no logits."""
+    peft = pytest.importorskip("peft", reason="needs peft")
+    config = peft.LoraConfig(target_modules="all-linear", r=2, init_lora_weights=False)
+    model = peft.get_peft_model(make_model(initializer_range=0.3), config).eval()
+    ids = torch.arange(5, 29).view(2, 12)
+    adapted = model(ids, labels=ids, use_cache=False)
+    adapted.loss.backward()
+    trained = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all(gradient is not None and gradient.any() for gradient in trained.values())
+    merged = model.merge_and_unload()(ids, use_cache=False).logits
+    torch.testing.assert_close(merged, adapted.logits, atol=1e-3, rtol=1e-3)
+
+
+@each_model
+def test_weights_that_accelerate_offloads(make_model):
+    """Each module gets its weights only when it is called."""
+    from accelerate import cpu_offload
+
+    model, ids = make_model(initializer_range=0.3).eval(), torch.arange(5, 29).view(2, 12)
+    expected = model(ids, use_cache=False).logits
+    offloaded = cpu_offload(model, execution_device=torch.device("cpu"))
+    torch.testing.assert_close(offloaded(ids, use_cache=False).logits, expected)
+
+
 class Loop:
     """A training loop with accelerate: `accumulated` batches of `rows` rows in each update of the weights."""
 

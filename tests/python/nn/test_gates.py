@@ -24,6 +24,7 @@ def test_keep_gates_open_adds_the_gradient_of_its_loss():
 def test_the_loss_is_zero_for_open_gates_and_finite_for_closed_ones():
     assert forget_gate_loss(torch.ones(4)) == 0
     assert forget_gate_loss(torch.zeros(4)).isfinite()
+    assert forget_gate_loss(torch.ones(2, 0)) == 0  # of a rank without rows
 
 
 def test_add_to_backward_adds_the_gradient_of_a_loss():

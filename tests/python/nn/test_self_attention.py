@@ -174,6 +174,7 @@ INVALID_OPTIONS = {
     "mass_threshold of 2": ({"mass_threshold": 2.0}, ValueError, "mass_threshold 2.0"),
     "mass_threshold is NaN": ({"mass_threshold": float("nan")}, ValueError, "mass_threshold nan"),
     "mass_threshold is None": ({"mass_threshold": None}, TypeError, "mass_threshold NoneType"),
+    "bias is a string": ({"bias": "no"}, TypeError, "bias True False str"),
     "unknown layout": ({"layout": "bar"}, ValueError, "layout 'zigzag' 'contiguous' 'bar'"),
     "unknown comm": ({"comm": "foo"}, ValueError, "comm 'all_gather' 'a2a' 'foo'"),
 }

@@ -121,6 +121,7 @@ PACKED = {
     "max_seqlen_k is too small": ({"max_seqlen_k": 4}, ValueError, "max_seqlen_k 4 5"),
     "max_seqlen is a string": ({"max_seqlen": "3"}, TypeError, "max_seqlen str"),
     "max_seqlen_k is a float": ({"max_seqlen_k": 8.0}, TypeError, "max_seqlen_k float"),
+    "max_seqlen of each document": ({"max_seqlen": torch.tensor([3, 5])}, ValueError, "max_seqlen one (2,)"),
 }
 # Options that all operators have.
 OPTIONS = {
@@ -131,6 +132,15 @@ OPTIONS = {
     "mass_threshold is a tensor": ({"mass_threshold": zeros(())}, TypeError, "mass_threshold Tensor"),
     "attend_current is None": ({"attend_current": None}, TypeError, "attend_current NoneType"),
     "attend_current is an int": ({"attend_current": 1}, TypeError, "attend_current int"),
+    "attend_current is of numpy": (
+        {"attend_current": np.bool_(True)},
+        TypeError,
+        "attend_current True False numpy.bool",
+    ),
+    "return_mass is an int": ({"return_mass": 1}, TypeError, "return_mass True False int"),
+    "return_mass is a string": ({"return_mass": "no"}, TypeError, "return_mass True False str"),
+    "scale is larger than any float": ({"scale": 10**400}, ValueError, "scale finite 1" + "0" * 400),
+    "logits are an array": ({"logits": np.array(["dot", "dot"])}, ValueError, "logits 'dot' 'euclidean' array"),
 }
 # The drop-in functions: function, arguments, type of the error, words of its message.
 X, CU, NAMED_CU = zeros(1, 8, 8, 16), cu([0, 8]), {"cu_seqlens": cu([0, 8])}
@@ -324,4 +334,5 @@ def test_the_calls_without_changes_are_valid():
 
 def test_numbers_of_numpy_and_torch_are_accepted():
     assert packed(max_seqlen=torch.tensor(5), max_seqlen_k=np.int64(5)).shape == (8, 4, 16)
+    assert packed(max_seqlen=2**70, max_seqlen_k=2**40).shape == (8, 4, 16)
     assert dense(scale=np.float32(0.5), mass_threshold=0).shape == dense(scale=1).shape == (2, 6, 4, 16)

@@ -267,6 +267,7 @@ class TestModule:
             ({"scale": 0.0, "key_bias": True}, ValueError, "scale key_bias=True 0.0"),
             ({"forget_gate": 1}, TypeError, "forget_gate True False int"),
             ({"key_bias": "yes"}, TypeError, "key_bias True False str"),
+            ({"dtype": torch.int32}, TypeError, "dtype torch.float16 torch.int32"),
         ],
     )
     def test_invalid_options(self, options, error, words):

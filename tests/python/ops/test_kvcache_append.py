@@ -72,6 +72,44 @@ def test_writes_into_views(view):
         assert torch.equal(arguments[name][1, 4:7], arguments[name[0]][1])
 
 
+@pytest.mark.parametrize("cache", ["k_cache", "v_cache"])
+@pytest.mark.parametrize("block_size", [None, 4])
+def test_new_keys_from_the_cache(block_size, cache):
+    """Keys that lie in the memory of a cache, where others are written, are read before."""
+    arguments = valid_appends()
+    arguments["v_cache"] = arguments["v_cache"][..., :16].clone()
+    if block_size is not None:
+        blocks = torch.arange(6, dtype=torch.int32, device=arguments["q"].device).view(2, 3)
+        arguments["block_table"] = blocks
+        for name in ("k_cache", "v_cache"):
+            padded = torch.nn.functional.pad(arguments[name], (0, 0, 0, 0, 0, 3))
+            arguments[name] = padded.view(6, block_size, *padded.shape[2:])
+    arguments["cache_seqlens"] = torch.tensor([1, 1], dtype=torch.int32, device=arguments["q"].device)
+    expected = {name: x.clone() for name, x in arguments.items()}
+    for call in (arguments, expected):
+        rows = call[cache][::3] if block_size else call[cache]
+        call["k"] = call["v"] = rows[:, :NEW]  # positions 0 to 2 go to 1 to 3
+    expected |= {name: expected[name].clone() for name in "kv"}
+    o, wanted = (sb.stickbreaking_attention_with_kvcache(**call) for call in (arguments, expected))
+    assert torch.equal(o, wanted)
+    for name in ("k_cache", "v_cache"):
+        assert torch.equal(arguments[name], expected[name])
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+@pytest.mark.parametrize("dimension", [0, 1, 2])
+def test_expanded_caches(name, dimension):
+    """Each key would be written to the place of others. Calls that only read take such a cache."""
+    arguments = valid_appends()
+    cache = arguments[name]
+    arguments[name] = cache.narrow(dimension, 0, 1).expand_as(cache)
+    with pytest.raises(ValueError, match=mentions(f"{name}: stride dimension {dimension} 0 append")):
+        sb.stickbreaking_attention_with_kvcache(**arguments)
+    read = {name: x for name, x in arguments.items() if name not in "kv"}
+    copied = read | {name: read[name].contiguous()}
+    assert torch.equal(*(sb.stickbreaking_attention_with_kvcache(**call) for call in (read, copied)))
+
+
 INVALID = {
     "k without v": ({"v": None}, ValueError, "v k None"),
     "v without k": ({"k": None}, ValueError, "k v None"),

@@ -93,6 +93,10 @@ def test_widths():
         keys, gates = keys_and_gates(stored, 16, **options)
         assert torch.equal(keys, k) and (torch.equal(gates, values) if gated else gates is None)
     assert stored_keys(k) is k
+    with pytest.raises(TypeError, match=mentions("head_dim number NoneType")):
+        stored_head_dim(None)
+    with pytest.raises(TypeError, match=mentions("stored torch.Tensor list")):
+        keys_and_gates([1.0], 16)
 
 
 @pytest.mark.parametrize("name", ["biased", "biased euclidean", "gated biased"])
