@@ -158,9 +158,10 @@ std::string text_of(at::IntArrayRef sizes) {
     return text + "]";
 }
 
-std::string hex_text_of(double value) {
+// With 17 digits, other numbers have other texts.
+std::string text_of(double value) {
     char text[32];  // the longest number has 24 characters
-    std::snprintf(text, sizeof(text), "%a", value);
+    std::snprintf(text, sizeof(text), "%.17g", value);
     return text;
 }
 
@@ -186,11 +187,11 @@ Call agreed_fields(const ContextParallelCall& call, const CheckedCall& checked) 
             {"whether there is a query_bias", yes_or_no(call.options.query_bias.has_value())},
             {"whether there is a key_bias", yes_or_no(call.options.key_bias.has_value())},
             {"return_mass", flag(call.return_mass)},
-            {"scale", hex_text_of(checked.options.scale)},
-            {"reach", hex_text_of(checked.options.reach)},
-            {"the step of reach", hex_text_of(checked.options.reach_step)},
+            {"scale", text_of(checked.options.scale)},
+            {"reach", text_of(checked.options.reach)},
+            {"the step of reach", text_of(checked.options.reach_step)},
             {"attend_current", flag(call.options.attend_current)},
-            {"mass_threshold", hex_text_of(call.options.mass_threshold)}};
+            {"mass_threshold", text_of(call.options.mass_threshold)}};
 }
 
 // Checks the call and that all ranks make the same call. A rank with an invalid argument throws its own error, which

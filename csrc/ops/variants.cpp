@@ -124,9 +124,9 @@ void check_heads(const char* name, const at::Tensor& x) {
 void check_values(const char* name, const OptionalTensor& values, const char* what, const char* like_name,
                   const at::Tensor& like) {
     if (!values.has_value()) return;
-    TORCH_CHECK_TYPE(values->scalar_type() == like.scalar_type() || values->scalar_type() == accumulation_type(like),
-                     name, ": dtype must be ", like.scalar_type(), " as in q or ", accumulation_type(like), ", got ",
-                     values->scalar_type());
+    const at::ScalarType type = like.scalar_type(), wide = accumulation_type(like);
+    TORCH_CHECK_TYPE(values->scalar_type() == type || values->scalar_type() == wide, name, ": dtype must be ", type,
+                     " as in ", like_name, type == wide ? "" : c10::str(" or ", wide), ", got ", values->scalar_type());
     check_device(name, *values, like, like_name);
     const auto expected = like.sym_sizes().slice(0, like.dim() - 1);
     TORCH_CHECK_VALUE(values->sym_sizes() == expected, name, ": shape must be ", expected, ", one ", what,

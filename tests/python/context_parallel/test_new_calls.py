@@ -24,7 +24,7 @@ PASSES = "pass rank backward forward"
         ("no_grad", ((2, "p2p"), (2, "all_gather")), "gradients rank yes no"),
         ("backward", ((2, "p2p"), (2, "a2a")), PASSES),
         ("late", ((2, "p2p"),), DTYPES),
-        ("new on every rank", ((2, "p2p"), (3, "all_gather")), "scale rank 0x1p-2 0x1p-1"),
+        ("new on every rank", ((2, "p2p"), (3, "all_gather")), "scale rank 0.25 0.5"),
         ("another known call", ((2, "p2p"), (3, "a2a")), "disagree order of earlier calls rank 0"),
     ],
 )

@@ -472,7 +472,7 @@ def test_an_invalid_variant_raises_an_error(options, error, words):
     ("change", "kind", "error", "words"),
     [
         (3, {}, ValueError, "shape {shape} {given}"),
-        (0, {"dtype": torch.float16}, TypeError, "Float Half"),
+        (0, {"dtype": torch.float16}, TypeError, "Float in {like} got Half"),
         (0, {"device": "meta"}, ValueError, "meta"),
     ],
     ids=["shape", "dtype", "device"],
@@ -480,7 +480,8 @@ def test_an_invalid_variant_raises_an_error(options, error, words):
 @pytest.mark.parametrize(("name", "heads"), [("forget_gate", 2), ("query_bias", 4), ("key_bias", 2)])
 def test_an_invalid_gate_or_bias_raises_an_error(name, heads, change, kind, error, words):
     x = make_inputs(s=8, h=4, h_kv=2, d=16)
-    words = words.format(shape=[1, 8, heads], given=[1, 8, heads + change])
+    like = "q" if name == "query_bias" else "k"
+    words = words.format(shape=[1, 8, heads], given=[1, 8, heads + change], like=like)
     with pytest.raises(error, match=mentions(f"{name} {words}")):
         stickbreaking_attention(x.q, x.k, x.v, **{name: torch.ones(1, 8, heads + change, **kind)})
 

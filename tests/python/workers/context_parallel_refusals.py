@@ -133,7 +133,7 @@ def refuses_ranks_that_disagree(group) -> None:
     expect_on_every_rank(call(q, k, v[..., :16] if odd else v), disagreement("v's shape"))
     expect_on_every_rank(call(*(x.bfloat16() if odd else x for x in (q, k, v))), disagreement("q's dtype"))
     expect_on_every_rank(call(q, k, v, comm="p2p" if odd else "all_gather"), disagreement("comm", "all_gather", "p2p"))
-    expect_on_every_rank(call(q, k, v, scale=0.5 if odd else 0.25), disagreement("scale"))
+    expect_on_every_rank(call(q, k, v, scale=0.5 if odd else 0.25), disagreement("scale", 0.25, 0.5))
     expect_on_every_rank(call(q, k, v, return_mass=odd), disagreement("return_mass", False, True))
     for name, x in (("query_bias", q), ("key_bias", k)):
         bias = {name: torch.zeros(x.shape[:-1])} if odd else {}
