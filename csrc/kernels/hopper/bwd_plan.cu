@@ -1,7 +1,7 @@
 // Plans a backward call on the device, with two kernels. plan_work numbers the steps and sorts the key tiles.
 // plan_starts finds where the rows of each step start. plan_work also zeroes the gradients of rows in no segment.
-// The three kernels of a call start before the one before them has ended (programmatic dependent launch), and wait for
-// its end before they read what it writes.
+// plan_starts and the main kernel start before the kernel before them has ended (programmatic dependent launch), and
+// wait for its end before they read what it writes.
 #include <algorithm>
 
 #include "core/limits.h"
