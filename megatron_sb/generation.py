@@ -90,7 +90,11 @@ class FileCodec:
 
     def encode(self, text: str) -> list[int]:
         """See `Codec.encode`. The tokens stand before those of `decode`: some decoders drop a space at the begin."""
-        self._tokens = self._tokenizer.encode(text).ids
+        encoding = self._tokenizer.encode(text)
+        end = len(encoding.ids)
+        while end and encoding.special_tokens_mask[end - 1]:  # the file adds them: the model would begin another text
+            end -= 1
+        self._tokens = encoding.ids[:end]
         self._shown = len(self._tokenizer.decode(self._tokens))
         return list(self._tokens)
 
@@ -141,15 +145,24 @@ def sample(logits: Tensor, temperature: float, generator: torch.Generator) -> in
         temperature: divisor of the logits. 0 takes the likeliest token.
         generator: of the CPU.
 
+    Raises:
+        ValueError: The largest logit is NaN or infinite.
+
     Example:
         >>> import torch
         >>> from megatron_sb.generation import sample
         >>> sample(torch.tensor([0.0, 3.0, 1.0]), 0, torch.Generator())
         1
     """
+    largest = logits.max()  # NaN if there is one
+    if not largest.isfinite():
+        raise InputError(
+            f"The logits of the model must be finite, got {float(largest)}. The weights of its checkpoint are not "
+            "finite or too large, as after a training that diverged."
+        )
     if temperature == 0:
         return int(logits.argmax())
-    below_largest = logits.double() - logits.max()  # at most 0: the quotient is never inf, also for a tiny temperature
+    below_largest = logits.double() - largest  # at most 0: the quotient is never inf, also for a tiny temperature
     return int(torch.multinomial((below_largest / temperature).softmax(-1), 1, generator=generator))
 
 

@@ -75,7 +75,8 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"megatron-sb: {model.checkpoint} ({model.format}), tokenizer: {_tokenizer_name(model)}", file=sys.stderr)
         max_length = _max_length(arguments.max_length, metadata, model.config)
         manager.metadata.update(pretrained=str(model.folder), tokenizer=str(model.tokenizer))
-        results = _evaluate(arguments, model, manager, _load_tasks(manager, names, max_length), max_length)
+        tasks = _load_tasks(manager, names, max_length, arguments.num_fewshot)
+        results = _evaluate(arguments, model, manager, tasks, max_length)
         text = _to_json(results, model)
     try:
         if arguments.out is not None:
@@ -232,8 +233,8 @@ def _max_length(given: int | None, metadata: dict[str, Any], config: PreTrainedC
     return given
 
 
-def _load_tasks(manager: Any, names: list[str], max_length: int) -> list[Any]:
-    """Load or generate the data of the tasks. Raise ValueError if this fails, or a task generates too many tokens."""
+def _load_tasks(manager: Any, names: list[str], max_length: int, num_fewshot: int | None = None) -> list[Any]:
+    """Load or generate the data of the tasks. Raise ValueError if this fails, or a task cannot be evaluated."""
     tasks: list[Any] = []
     for name in names:
         try:
@@ -246,12 +247,20 @@ def _load_tasks(manager: Any, names: list[str], max_length: int) -> list[Any]:
             raise InputError(f"--tasks: {name} cannot be loaded: {' '.join(str(error).split())}") from error
         for task in loaded["tasks"].values():
             _check_task(task, max_length)
+            _check_num_fewshot(task, num_fewshot)
         tasks += [loaded["groups"][name]] if name in loaded["groups"] else loaded["tasks"].values()
     return tasks
 
 
 def _check_task(task: Any, max_length: int) -> None:
-    """Raise ValueError for a task that lm-eval would fail in later: too many tokens, or texts without words."""
+    """Raise ValueError for a task that lm-eval would fail in later, for example with texts without words."""
+    if getattr(task, "UNSAFE_CODE", False):
+        raise InputError(
+            f"--tasks must not contain a task that runs the code which the model writes, got {task.task_name!r}. "
+            "Convert the model to huggingface, and evaluate it with the command lm_eval and --confirm_run_unsafe_code."
+        )
+    if getattr(task, "MULTIMODAL", False):
+        raise InputError(f"--tasks must not contain a task with pictures or sounds, got {task.task_name!r}.")
     if task.get_config("output_type") == "generate_until":
         options = task.get_config("generation_kwargs") or {}
         generated = options.get("max_gen_toks", DEFAULT_GENERATED_TOKENS)
@@ -267,6 +276,20 @@ def _check_task(task: Any, max_length: int) -> None:
                 f"{LENGTHS} in --metadata must have room for the words of ruler_cwe with this tokenizer, got "
                 f"{empty[0]}."
             )
+
+
+def _check_num_fewshot(task: Any, num_fewshot: int | None) -> None:
+    """Raise ValueError if a task has too few examples for the prompts."""
+    if not num_fewshot or task.get_config("num_fewshot") == 0:  # lm-eval keeps a task's own 0
+        return
+    available = len(list(task.fewshot_docs()))
+    split = getattr(getattr(task, "fewshot_cfg", None), "split", None)
+    if split is not None and split == task.get_config("test_split"):
+        available -= 1  # lm-eval leaves out the tested example
+    if num_fewshot > available:
+        raise InputError(
+            f"--num-fewshot must be at most {available}, the examples of {task.task_name}, got {num_fewshot}."
+        )
 
 
 def _evaluate(

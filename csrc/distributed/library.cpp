@@ -12,6 +12,7 @@ std::tuple<at::Tensor, at::Tensor> context_parallel_attention(const at::Tensor& 
                                                               const at::Tensor& v,
                                                               const c10::intrusive_ptr<ContextParallelPlan>& plan,
                                                               const ContextParallelOptions& options) {
+    TORCH_CHECK_VALUE(plan.defined(), "plan must be a ContextParallelPlan, got a null pointer.");
     static const ops::Operator attention("megatron_sb::context_parallel_attention");
     const ops::NamedArguments inputs = {{"q", q},
                                         {"k", k},

@@ -10,6 +10,7 @@
 namespace megatron_sb::ops {
 
 void check_rank(const char* name, const at::Tensor& x, int64_t rank, const char* shape) {
+    TORCH_CHECK_VALUE(x.defined(), name, " must be a tensor, got an undefined one.");
     TORCH_CHECK_VALUE(x.dim() == rank, name, " must have ", rank, rank == 1 ? " dimension, " : " dimensions, ", shape,
                       ", got ", x.dim());
 }

@@ -8,6 +8,7 @@ after the other. A KV cache has the shape (blocks, KV heads, block size, 2 * hea
 
 import copy
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import ClassVar
 
 import torch
@@ -181,6 +182,7 @@ class StickBreakingImpl(AttentionImpl[StickBreakingMetadata]):
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads or num_heads, head_size
         self.kv_cache_dtype = kv_cache_dtype
         config = get_current_vllm_config().model_config.hf_text_config
+        attention.check_positions(SimpleNamespace(config=config))  # no layer tells here whether it rotates
         self.options = {
             "scale": float(scale),
             "attend_current": getattr(config, "attend_current", False),

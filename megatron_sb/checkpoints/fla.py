@@ -14,7 +14,13 @@ from megatron_sb.checkpoints import files, multipliers
 from megatron_sb.huggingface import StickBreakingConfig
 
 MODEL_TYPE = "stickbreaking_attn"
-SHARED_FIELDS = {"vocab_size": 32000, "hidden_size": 2048, "num_hidden_layers": 24, "initializer_range": 0.02}
+SHARED_FIELDS = {
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "initializer_range": 0.02,
+    "max_position_embeddings": StickBreakingConfig.max_position_embeddings,  # fla keeps it, and does not use it
+}
 IDS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 RENAMED = (  # ours, theirs
     ("embed_tokens", "embeddings"),
@@ -28,6 +34,8 @@ INTERMEDIATE_SIZE_MULTIPLE = 256  # flash-linear-attention rounds a default inte
 def load(folder: Path) -> tuple[StickBreakingConfig, dict[str, Tensor]]:
     """Read the configuration and the weights. Raise ValueError for options that this project's model lacks."""
     fields = files.read_config(folder)
+    if fields.get("max_position_embeddings", 0) is None:  # as other models of fla write it
+        del fields["max_position_embeddings"]
     files.check_field(fields, "qk_norm", (False,), False)
     files.check_field(fields, "hidden_act", ("swish", "silu"), "swish")
     hidden_size = fields.get("hidden_size", SHARED_FIELDS["hidden_size"])

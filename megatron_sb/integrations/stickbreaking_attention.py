@@ -76,21 +76,25 @@ def main() -> None:
     if first == "-m" and rest:
         install()
         sys.argv = rest
-        _set_first_path(os.getcwd())
+        _set_paths(os.getcwd())
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif first.endswith(".py") and os.path.isfile(first):
         install()
         sys.argv = [first, *rest]
-        _set_first_path(os.path.dirname(os.path.realpath(first)))
+        _set_paths(os.path.dirname(os.path.realpath(first)))
         runpy.run_path(first, run_name="__main__")
     else:
         raise SystemExit(f"{_USAGE}\nSCRIPT.py must be an existing Python file, got {first!r}.")
 
 
-def _set_first_path(folder: str) -> None:
-    """Search modules in a folder first, as `python` does without -P."""
+def _set_paths(folder: str) -> None:
+    """Search modules in a folder first, as `python` does without -P.
+
+    The next folder has the package for the processes that multiprocessing spawns, which would not find it.
+    """
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = folder
+    sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), "spawned"))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,8 @@ class RotaryScaling:
             multiplies the base by factor ** (d / (d - 2)); or "yarn" (Peng et al., arXiv 2309.00071). NTK scaling
             stretches the longest wavelength by `factor` and keeps the shortest. YaRN stretches the wavelengths that
             are long for the trained context by `factor`, keeps the short ones, and multiplies q and k by
-            0.1 log(factor) + 1. Default "none".
+            0.1 log(factor) + 1. It blends those in between by their turns in the trained context, as the paper's
+            equations do; the authors' code and transformers blend them by the index of the pair. Default "none".
         factor: new context divided by trained context, at least 1. Default 1.
         trained_context: tokens. Only "yarn" reads it, and needs it. Default None.
 

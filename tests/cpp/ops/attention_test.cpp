@@ -6,6 +6,7 @@
 
 #include <cmath>
 
+#include "megatron_sb/context_parallel.h"
 #include "messages.h"
 
 namespace megatron_sb {
@@ -128,6 +129,17 @@ TEST(Attention, ErrorsNameTheArgumentAndTheValue) {
     }
     EXPECT_THROW(stickbreaking_attention(q, q, q.to(at::kHalf)), c10::TypeError);
     EXPECT_THROW(stickbreaking_attention(q, q, q, {std::nullopt, false, -1.0}), c10::ValueError);
+}
+
+TEST(Attention, UndefinedTensorsAndPlansAreErrors) {
+    const at::Tensor q = at::randn({1, 8, 2, 16});
+    try {
+        stickbreaking_attention(q, q, at::Tensor());
+        FAIL() << "an undefined tensor raised no error";
+    } catch (const c10::ValueError& error) {
+        EXPECT_TRUE(mentions(error.what(), "v undefined"));
+    }
+    EXPECT_THROW(context_parallel_attention(q, q, q, {}), c10::ValueError);
 }
 
 }  // namespace

@@ -63,7 +63,7 @@ def make_model(dtype=torch.float32, **fields):
 @pytest.mark.parametrize(("to", "variant"), CASES)
 def test_there_and_back(to, variant, dtype, tmp_path):
     """Weights keep every bit, the configuration every field. An unsupported option is an error and leaves no file."""
-    model = make_model(dtype, **VARIANTS[variant])
+    model = make_model(dtype, max_position_embeddings=512, **VARIANTS[variant])
     if variant not in SUPPORTED[to]:
         with pytest.raises(ValueError, match=rf"must be .* in the {to} format, got "):
             checkpoints.save(model, tmp_path / "out", to)
@@ -79,7 +79,6 @@ def test_there_and_back(to, variant, dtype, tmp_path):
         assert torch.equal(tensor, after[name]) and tensor.dtype == after[name].dtype, name
     fields, found = model.config.to_dict(), back.config.to_dict()
     ignored = {"_name_or_path", "dtype", "transformers_version", "architectures", "use_cache"}
-    ignored |= {"max_position_embeddings"} if to == "fla" else set()
     assert {name: found[name] for name in fields.keys() - ignored} == {
         name: fields[name] for name in fields.keys() - ignored
     }
@@ -442,6 +441,13 @@ def test_the_names_of_flash_linear_attention(has_biases, tmp_path):
     expected = {f"model.layers.{n}.{part}.weight" for n in range(2) for part in (*parts, "attn_norm", "mlp_norm")}
     expected |= {f"model.layers.{n}.{part}.bias" for n in range(2) for part in parts[:3] if has_biases}
     assert names == expected | {"model.embeddings.weight", "model.norm.weight", "lm_head.weight"}
+
+
+def test_a_context_that_flash_linear_attention_leaves_open(tmp_path):
+    checkpoints.save(make_model(), tmp_path / "out", "fla")
+    config = tmp_path / "out" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": None}))
+    assert checkpoints.load(tmp_path / "out").config.max_position_embeddings == 65536
 
 
 def test_the_command(tmp_path, capsys):

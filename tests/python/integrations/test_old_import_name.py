@@ -66,6 +66,30 @@ def test_a_program_runs_unmodified(way, tmp_path):
     assert done.stdout == f"__main__ {total} megatron_sb.compat ['--lr', '1']\n"
 
 
+SPAWNING = """
+import multiprocessing
+from stickbreaking_attention import sb_attn
+from stickbreaking_attention.sb_varlen import sb_attn_varlen
+
+def work():
+    print(sb_attn.__module__, sb_attn_varlen.__module__, flush=True)
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=work)
+    process.start()
+    process.join()
+    print(process.exitcode)
+"""
+
+
+def test_processes_that_a_program_spawns(tmp_path):
+    """As the workers of a data loader with multiprocessing_context="spawn", which import the program again."""
+    (tmp_path / "program.py").write_text(SPAWNING)
+    command = [sys.executable, "-m", "megatron_sb.integrations.stickbreaking_attention", "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "megatron_sb.compat megatron_sb.compat\n0\n", done.stderr
+
+
 @pytest.mark.parametrize("arguments", [[], ["missing.py"], ["-m"]])
 def test_missing_programs(arguments, tmp_path):
     command = [sys.executable, "-m", "megatron_sb.integrations.stickbreaking_attention", *arguments]

@@ -17,10 +17,11 @@ BLOCK, HEADS, KV_HEADS, DIM = 16, 4, 2, 32
 
 @pytest.fixture
 def plugin(monkeypatch):
-    """The module of the example, with a model that has no options of its own."""
+    """The module of the example, with a model without positions that has no options of its own."""
     monkeypatch.syspath_prepend(EXAMPLE)
     module = importlib.import_module("megatron_sb_vllm")
-    config = types.SimpleNamespace(model_config=types.SimpleNamespace(hf_text_config=types.SimpleNamespace()))
+    text = types.SimpleNamespace(model_type="llama", rope_parameters={"rope_type": module.attention.NO_ROTATION})
+    config = types.SimpleNamespace(model_config=types.SimpleNamespace(hf_text_config=text))
     monkeypatch.setattr(module, "get_current_vllm_config", lambda: config)
     return module
 
@@ -131,6 +132,14 @@ def test_while_vllm_measures_memory_the_output_is_0(plugin):
 def test_what_vllm_must_not_ask_for(plugin, options, words):
     with pytest.raises(ValueError, match=words):
         plugin.StickBreakingImpl(HEADS, DIM, 0.5, KV_HEADS, **options)
+
+
+def test_a_model_with_positions_is_an_error(plugin):
+    """Its weights were trained with softmax, or with positions, and vLLM would rotate queries and keys."""
+    config = plugin.get_current_vllm_config().model_config.hf_text_config
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+    with pytest.raises(ValueError, match=r"rope_type in rope_parameters must be .* got 'default'"):
+        plugin.StickBreakingImpl(HEADS, DIM, 0.5, KV_HEADS)
 
 
 def test_speculative_decoding_is_an_error(plugin):

@@ -1,5 +1,6 @@
 """Errors of `megatron-sb`: one line for what the user gave, a traceback for a defect. Standard output may be gone."""
 
+import io
 import os
 import subprocess
 import sys
@@ -127,6 +128,24 @@ def test_the_disk_of_the_output_is_full(unbuffered):
     with Path("/dev/full").open("wb") as output:
         found = print_to(output, "info", PYTHONUNBUFFERED=unbuffered)
     assert found == (2, "megatron-sb: standard output: No space left on device\n")
+
+
+def test_standard_output_is_closed(tmp_path):
+    """As with `megatron-sb info >&-`. A file that the command opens does not get the number of the closed stream."""
+    program = "import sys; from megatron_sb import cli; status = cli.main(['info']); "
+    program += f"file = open({str(tmp_path / 'file')!r}, 'w'); sys.exit(status or 10 * (file.fileno() < 3))"
+    shell = ["sh", "-c", 'exec "$@" <&- >&-', "sh", sys.executable, "-c", program]
+    done = subprocess.run(shell, stderr=subprocess.PIPE, text=True, env=environment(), timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_standard_output_without_a_character(monkeypatch):
+    """As in a locale that is not UTF-8, with a file name or a generated text."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    monkeypatch.setattr(selfcheck, "main", lambda: print("caf\xe9"))
+    cli.main(["check"])
+    assert written.getvalue() == b"caf\\xe9\n"
 
 
 WRITERS = with_imports(

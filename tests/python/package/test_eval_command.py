@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ lm_eval = pytest.importorskip("lm_eval")
 
 from megatron_sb import checkpoints, lm_evaluation  # noqa: E402
 from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM, byte_tokenizer  # noqa: E402
+from megatron_sb.validation import InputError  # noqa: E402
 
 TEXT_TASK = """
 include: local_choices.yaml
@@ -316,6 +318,45 @@ def test_texts_without_words():
     """lm-eval would divide by the number of words, 0, after the model has run."""
     with pytest.raises(ValueError, match=r"max_seq_lengths in --metadata must have room for .*, got 4096"):
         lm_evaluation._check_task(CommonWords(), 8192)
+
+
+class ChosenAnswers:
+    """Stands for a task with three examples. `split` is where the examples of the prompts come from."""
+
+    task_name = "answers"
+
+    def __init__(self, split=None, num_fewshot=None, **attributes):
+        self.config = {"output_type": "multiple_choice", "test_split": "test", "num_fewshot": num_fewshot}
+        self.fewshot_cfg = SimpleNamespace(split=split)
+        vars(self).update(attributes)
+
+    def get_config(self, key):
+        return self.config[key]
+
+    def fewshot_docs(self):
+        return iter("abc")
+
+
+@pytest.mark.parametrize(("split", "most"), [(None, 3), ("train", 3), ("test", 2)])
+def test_more_examples_in_a_prompt_than_a_task_has(split, most):
+    """A tested example is not in its own prompt."""
+    lm_evaluation._check_num_fewshot(ChosenAnswers(split), most)
+    lm_evaluation._check_num_fewshot(ChosenAnswers(split, num_fewshot=0), 9)
+    with pytest.raises(InputError, match=f"--num-fewshot must be at most {most}, .* answers, got {most + 1}"):
+        lm_evaluation._check_num_fewshot(ChosenAnswers(split), most + 1)
+
+
+@pytest.mark.parametrize("attribute", ["UNSAFE_CODE", "MULTIMODAL"])
+def test_tasks_that_lm_eval_would_refuse(attribute):
+    """lm-eval refuses them with a traceback, after all tasks are loaded."""
+    task = ChosenAnswers(**{attribute: True})
+    manager = SimpleNamespace(load=lambda names: {"tasks": {"answers": task}, "groups": {}})
+    with pytest.raises(InputError, match=r"--tasks must not contain .*'answers'"):
+        lm_evaluation._load_tasks(manager, ["answers"], 64)
+    vars(task)[attribute] = False
+    assert lm_evaluation._load_tasks(manager, ["answers"], 64, 2) == [task]
+    with pytest.raises(InputError, match="--num-fewshot must be at most 3"):
+        lm_evaluation._load_tasks(manager, ["answers"], 64, 4)
 
 
 def choose(folder, given=None, **fields):

@@ -129,6 +129,14 @@ def test_the_smallest_temperature_takes_the_likeliest():
     assert generation.sample(torch.tensor([1.0, 3.0, -5.0]), 5e-324, torch.Generator()) == 1
 
 
+@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_of_a_model_that_diverged(value, temperature):
+    """The first token is not the likeliest one, and cannot be drawn."""
+    with pytest.raises(InputError, match=mentions(f"logits {value}")):
+        generation.sample(torch.tensor([1.0, value, 0.0]), temperature, torch.Generator())
+
+
 def test_bytes_are_shown_by_characters():
     codec = generation.ByteCodec()
     assert codec.encode("é") == [0xC3, 0xA9]
@@ -151,6 +159,20 @@ def test_a_tokenizer(tmp_path):
     tokens = codec.encode("the mat: é")
     assert len(tokens) < len("the mat: é") and codec.vocab_size == tokenizer.get_vocab_size()
     assert "".join(codec.decode(token) for token in tokens) == "the mat: é"
+
+
+def test_a_tokenizer_that_ends_each_text(tmp_path):
+    """The end is no part of a prompt: the model would begin another text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[END]": 0, "[BEGIN]": 1, "x": 2}, unk_token="x"))
+    tokenizer.add_special_tokens(["[END]", "[BEGIN]"])
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[BEGIN] $A [END] [END]", special_tokens=[("[END]", 0), ("[BEGIN]", 1)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    codec = generation.FileCodec(tmp_path / "tokenizer.json", end=0)
+    assert codec.encode("x") == [1, 2]
+    assert codec.encode("x[END]") == [1, 2, 0], "the user wrote it"
 
 
 @pytest.mark.parametrize(("kind", "second"), [("WordPiece", "##ab"), ("Metaspace", "\u2581ab")])
