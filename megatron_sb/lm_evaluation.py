@@ -13,7 +13,7 @@ import importlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from pathlib import Path
 from typing import Any
 
@@ -282,7 +282,8 @@ def _check_num_fewshot(task: Any, num_fewshot: int | None) -> None:
     """Raise ValueError if a task has too few examples for the prompts."""
     if not num_fewshot or task.get_config("num_fewshot") == 0:  # lm-eval keeps a task's own 0
         return
-    available = len(list(task.fewshot_docs()))
+    docs = task.fewshot_docs()
+    available = len(docs) if isinstance(docs, Sized) else sum(1 for _ in docs)  # a data set would be read whole
     split = getattr(getattr(task, "fewshot_cfg", None), "split", None)
     if split is not None and split == task.get_config("test_split"):
         available -= 1  # lm-eval leaves out the tested example

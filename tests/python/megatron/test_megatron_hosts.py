@@ -22,8 +22,8 @@ LAYOUTS = {
     "a stage on each host": "--pipeline-model-parallel-size 2 --context-parallel-size 2",
 }
 LONG_STEPS = 20  # of the jobs that lose a host
-SECONDS_AT_MOST = 300  # for a job that takes less than a minute: the machine may be busy
 LONG_JOB = [*MODEL[:-1], str(LONG_STEPS), "--context-parallel-size", "2", "--use-distributed-optimizer"]
+SECONDS_AT_MOST = 300  # for a job that takes less than a minute: the machine may be busy
 
 
 @pytest.fixture(scope="module")

@@ -165,7 +165,9 @@ def test_machines_with_other_working_directories(tmp_path):
     with two_machines(*[["--out", "out", *short]] * 2, folders=folders) as processes:
         assert [process.wait(TIMEOUT_SECONDS) for process in processes] == [0, 0], processes[0].stderr
     assert not list(folders[1].iterdir())
-    for checkpoint in (folders[0] / "out" / "stick_breaking" / "checkpoints").glob("*-*"):
+    checkpoints = [*(folders[0] / "out" / "stick_breaking" / "checkpoints").glob("*-*")]
+    assert checkpoints
+    for checkpoint in checkpoints:
         assert {path.name for path in checkpoint.glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
 
 
