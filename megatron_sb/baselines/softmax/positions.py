@@ -18,8 +18,8 @@ from megatron_sb.validation import check_choice, check_counts, check_number
 
 RotaryKind = Literal["none", "linear", "ntk", "yarn"]
 
-# YaRN: pairs that turn fewer than YARN_SLOW times in the trained context are stretched, and those that turn more than
-# YARN_FAST times are kept.
+# YaRN keeps the pairs that turn YARN_FAST times or more in the trained context, stretches those that turn YARN_SLOW
+# times or less, and blends the pairs in between by their index.
 YARN_SLOW, YARN_FAST = 1.0, 32.0
 _FIRE_EPS = 1e-6
 
@@ -38,8 +38,8 @@ class RotaryScaling:
             multiplies the base by factor ** (d / (d - 2)); or "yarn" (Peng et al., arXiv 2309.00071). NTK scaling
             stretches the longest wavelength by `factor` and keeps the shortest. YaRN stretches the wavelengths that
             are long for the trained context by `factor`, keeps the short ones, and multiplies q and k by
-            0.1 log(factor) + 1. It blends those in between by their turns in the trained context, as the paper's
-            equations do; the authors' code and transformers blend them by the index of the pair. Default "none".
+            0.1 log(factor) + 1. It blends those in between by the index of the pair, as the authors' code and
+            transformers do. The paper's equation 18 blends them by their turns. Default "none".
         factor: new context divided by trained context, at least 1. Default 1.
         trained_context: tokens. Only "yarn" reads it, and needs it. Default None.
 
@@ -85,12 +85,24 @@ def rotary_cos_sin(
     inverse_wavelengths = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
     amplitude = 1.0
     if scaling.kind == "yarn":
-        turns = scaling.trained_context * inverse_wavelengths / (2 * math.pi)
-        kept = ((turns - YARN_SLOW) / (YARN_FAST - YARN_SLOW)).clamp(0, 1)
-        inverse_wavelengths = inverse_wavelengths * (kept + (1 - kept) / scaling.factor)
+        stretched = _yarn_stretched(head_dim, base, scaling.trained_context).to(device)
+        inverse_wavelengths = inverse_wavelengths * (1 - stretched + stretched / scaling.factor)
         amplitude = 0.1 * math.log(scaling.factor) + 1
     angle = position[:, None, None] * inverse_wavelengths
     return (amplitude * angle.cos()).to(dtype), (amplitude * angle.sin()).to(dtype)
+
+
+def _yarn_stretched(head_dim: int, base: float, trained_context: int) -> Tensor:
+    """Return how much YaRN stretches each pair (d / 2,), from 0, kept, to 1, stretched by the whole factor."""
+
+    def pair_with(turns: float) -> float:
+        return head_dim * math.log(trained_context / (2 * math.pi * turns)) / (2 * math.log(base))
+
+    # The authors' code rounds both ends away from each other, so that no pair in between is left out.
+    last_kept = max(math.floor(pair_with(YARN_FAST)), 0)
+    first_stretched = min(math.ceil(pair_with(YARN_SLOW)), head_dim - 1)
+    pairs = torch.arange(head_dim // 2, dtype=torch.float64)
+    return ((pairs - last_kept) / max(first_stretched - last_kept, 1e-3)).clamp(0, 1)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch.func import functional_call
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from megatron_sb.baselines.softmax import FireBias, RotaryScaling, SoftmaxAttention, alibi_slopes, kernels, offsets
+from megatron_sb.baselines.softmax.positions import rotary_cos_sin
 
 # ALiBi's slopes as the paper prints them, by number of heads.
 SLOPES = {
@@ -25,14 +26,15 @@ SLOPES = {
     12: [2**-1, 2**-2, 2**-3, 2**-4, 2**-5, 2**-6, 2**-7, 2**-8, 2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5],
 }
 LINEAR, NTK = RotaryScaling("linear", 4.0), RotaryScaling("ntk", 2.5)
-YARN = RotaryScaling("yarn", 8.0, trained_context=300)  # pairs of all three kinds: stretched, kept and between
+# With 8 channels and the default base, pairs 0 and 1 are kept, 2 is half and 3 is wholly stretched.
+YARN = RotaryScaling("yarn", 8.0, trained_context=3000)
 # Name: options of the module, and the scaling that is assigned afterwards.
 VARIANTS = {
     "none": ({"position": "none"}, None),
     "rope": ({"position": "rope"}, None),
     "rope linear": ({"rotary_base": 100.0}, LINEAR),
     "rope ntk": ({"rotary_base": 100.0}, NTK),
-    "rope yarn": ({"rotary_base": 100.0}, YARN),
+    "rope yarn": ({}, YARN),
     "alibi": ({"position": "alibi", "scale": 0.7}, None),
     "fire": ({"position": "fire", "fire_threshold": 4.7}, None),
     "window": ({"position": "none", "window": 3}, None),
@@ -70,21 +72,21 @@ def rotated(x, base, scaling):
         base = base * scaling.factor ** (2 * half / (2 * half - 2))
     rates = [base ** (-pair / half) for pair in range(half)]
     if scaling.kind == "yarn":
-        rates = [yarn_rate(rate, scaling) for rate in rates]
+        rates = yarn_rates(rates, scaling)
         x = x * (1 + math.log(scaling.factor) / 10)
     angles = [[j / factor * rate for rate in rates] for j in range(length)]
     return torch.complex(x[:, :half], x[:, half:]) * torch.exp(1j * torch.tensor(angles, dtype=torch.float64))
 
 
-def yarn_rate(rate, scaling):
-    """Return the angle from one position to the next (Peng et al., arXiv 2309.00071, equations 17 to 21)."""
-    wavelengths_in_context = scaling.trained_context * rate / math.tau
-    if wavelengths_in_context < 1:
-        return rate / scaling.factor
-    if wavelengths_in_context > 32:
-        return rate
-    gamma = (wavelengths_in_context - 1) / 31
-    return (1 - gamma) * rate / scaling.factor + gamma * rate
+def yarn_rates(rates, scaling):
+    """Return the angles from one position to the next (Peng et al., arXiv 2309.00071, blended as in their code)."""
+    turns = [scaling.trained_context * rate / math.tau for rate in rates]
+    ratio = math.log(rates[0] / rates[1])  # of the turns of neighbours
+    low = math.floor(math.log(turns[0] / 32) / ratio)
+    high = math.ceil(math.log(turns[0]) / ratio)
+    stretched = [min(max((pair - low) / (high - low), 0), 1) for pair in range(len(rates))]
+    assert stretched == [0, 0, 0.5, 1]
+    return [rate * (1 - x) + rate / scaling.factor * x for rate, x in zip(rates, stretched, strict=True)]
 
 
 def fire_bias(weights, length, head, threshold):
@@ -318,6 +320,23 @@ def test_half_precision():
 def test_grouped_heads(kv_heads):
     options, inputs = {"position": "alibi", "window": 3}, make_inputs(1, 6, kv_heads=kv_heads)
     assert_same(make_module(options), inputs, lambda *args: expected_dense(*args, options))
+
+
+@pytest.mark.parametrize(("base", "trained_context", "factor"), [(10000.0, 1024, 32.0), (500.0, 4096, 1.5)])
+def test_yarn_is_that_of_transformers(base, trained_context, factor):
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    yarn = {"rope_type": "yarn", "rope_theta": base, "factor": factor}
+    config = llama.LlamaConfig(
+        head_dim=64,
+        max_position_embeddings=int(factor * trained_context),
+        rope_parameters=yarn | {"original_max_position_embeddings": trained_context},
+    )
+    rows = torch.arange(200)
+    expected = llama.LlamaRotaryEmbedding(config)(torch.zeros((), dtype=torch.float64), rows[None])
+    scaling = RotaryScaling("yarn", factor, trained_context)
+    found = rotary_cos_sin((len(rows),), 64, base, scaling, torch.float64, torch.device("cpu"))
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x[:, 0], y[0, :, :32], rtol=1e-4, atol=1e-4)  # its angles are computed in float32
 
 
 @pytest.mark.parametrize("num_heads", SLOPES)
