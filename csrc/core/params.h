@@ -121,6 +121,7 @@ struct ForwardParams {
     KeyBlocks key_blocks;           // only if the kernel serves requests with blocks (dispatch/table.h)
     Rows<void*> o;                  // of type o_dtype
     Dtype o_dtype;                  // the accumulation type or sizes.dtype
+    bool add_o = false;             // add to o, in the accumulation type. Rows in no segment keep their o
     const void* mass_in = nullptr;  // (batch, num_heads, q_rows), accumulation type; null: 1, a full stick
     void* mass_out = nullptr;       // same shape and type
     Restart restart;
@@ -132,11 +133,16 @@ struct BackwardParams {
     Options options;
     Segments segments;
     Rows<const void*> q, k, v, d_o;
+    // Kernels with `writes_gradients` (dispatch/table.h) write every row, 0 where there is no gradient. Their rows
+    // begin at multiples of 16 bytes. Other kernels add to gradients in the accumulation type, which the caller has
+    // cleared. The caller also clears gradients if there are no rows, keys or segments: kernels then do nothing.
     Rows<void*> dq, dk, dv;
-    Dtype grad_dtype;  // of dq, dk, dv. The kernel adds to them if it is the accumulation type, else it overwrites them
-    Restart restart;   // the kernel only reads it
+    Dtype grad_dtype;     // of dq, dk, dv: the accumulation type, or sizes.dtype if the kernel writes gradients
+    bool add_dq = false;  // add to dq, in the accumulation type. Rows in no segment keep their dq
+    Restart restart;      // the kernel only reads it
     // The next three: (batch, num_heads, q_rows), accumulation type.
-    const void* mass_in = nullptr;    // scales restart.mass if the forward did not know mass_in; null: 1
+    const void* mass_in = nullptr;    // scales restart.mass if the forward did not know mass_in; a row with 0 never
+                                      // starts; null: 1
     const void* prefix_in = nullptr;  // sum of g over all older keys, plus P dP with the final mass P; null: 0
     void* prefix_out = nullptr;       // prefix_in plus the sum of g over the keys of this block
     void* workspace = nullptr;        // workspace_bytes bytes, aligned to kWorkspaceAlignment

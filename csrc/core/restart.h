@@ -21,6 +21,14 @@ SB_HOST_DEVICE inline int32_t restart_tile(int32_t edge, bool has_mass, int32_t 
     return tile < num_tiles ? tile : kNeverStarts;
 }
 
+// Returns the edge of the record of a row. It is 0, and the scaled mass is 0, for a row that newer blocks have used up:
+// its mass_in is 0. `index` is as below.
+template <class T>
+SB_HOST_DEVICE inline int32_t restart_edge(const BackwardParams& params, int64_t index) {
+    const bool used_up = params.mass_in != nullptr && static_cast<const T*>(params.mass_in)[index] == T(0);
+    return used_up ? 0 : params.restart.edge[index];
+}
+
 // Returns the mass with which a row starts. `index` is the index of the row in arrays (batch, num_heads, q_rows); T is
 // the accumulation type.
 template <class T>
@@ -32,9 +40,8 @@ SB_HOST_DEVICE inline T restart_mass(const BackwardParams& params, int64_t index
 // Returns the key tile in which row `index` starts, from its record.
 template <class T>
 SB_HOST_DEVICE inline int32_t restart_tile(const BackwardParams& params, int64_t index, int32_t num_tiles) {
-    const T* const mass = static_cast<const T*>(params.restart.mass);
-    const int32_t edge = params.restart.edge[index];
-    return restart_tile(edge, edge == 0 && mass[index] > T(0), num_tiles);
+    const int32_t edge = restart_edge<T>(params, index);
+    return restart_tile(edge, edge == 0 && restart_mass<T>(params, index) > T(0), num_tiles);
 }
 
 }  // namespace megatron_sb

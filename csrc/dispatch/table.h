@@ -29,7 +29,7 @@ struct Kernels {
     int64_t (*backward_workspace)(const BackwardParams&, int64_t limit);
     void (*forward)(const ForwardParams&, void* stream);
     void (*backward)(const BackwardParams&, void* stream);
-    bool narrow_gradients;  // BackwardParams::grad_dtype can be sizes.dtype
+    bool writes_gradients;  // the backward overwrites gradients, in either type (BackwardParams)
 };
 
 // Returns "fp32", "fp64", "bf16" or "fp16".

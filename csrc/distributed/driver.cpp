@@ -4,14 +4,13 @@
 //
 //   forward:
 //       for each step, for each block of the step:                   (each run gets its newest keys first)
-//           o, mass = block_forward(q, block, mass_in = mass of the run)
-//           o of the run += o,  mass of the run = mass
+//           mass of the run = block_forward(q, block, mass_in = mass of the run), which adds to o of the run
 //       fold the runs
 //
 //   backward:
 //       prefix of each run = mass * d_mass + dO . (output of the keys older than the run)
 //       for each step, for each block of the step:                   (each run gets its oldest keys first)
-//           prefix of the run = block_backward(dO, q, block, prefix_in = prefix of the run), which adds to dq, dk, dv
+//           prefix of the run = block_backward(dO, q, block, prefix_in = prefix of the run), which adds to dq
 //           send the gradients of the block
 //
 // Both repeat this for each group of KV heads. Only all_gather has several groups. The documents that no other rank has
@@ -98,8 +97,8 @@ RankOutput forward_with(KeySource& keys, const RankCall& call, bool keep_records
                 Partial& partial = partials[run];
                 const ops::BlockOutput out =
                     ops::block_forward(run_rows(q, 1, tables.runs[run]), block.k, block.v, segments,
-                                       ops::if_defined(partial.mass), options, o_type);
-                partial = {partial.o.defined() ? partial.o.add_(out.o) : out.o, out.mass};
+                                       ops::if_defined(partial.mass), options, o_type, ops::if_defined(partial.o));
+                partial = {out.o, out.mass};
                 record.restart_edge[block.buffer] = out.restart_edge;
                 record.restart_mass[block.buffer] = out.restart_mass;
             }
@@ -115,10 +114,15 @@ RankOutput forward_with(KeySource& keys, const RankCall& call, bool keep_records
     return result;
 }
 
-// dq: the kernels write it or add to it. oldest_prefix (b, h, s_local): the prefix of each row at its oldest key.
-void backward_with(KeySource& keys, const RankCall& call, const Tensor& d_o, const Tensor& oldest_prefix,
-                   const std::vector<GroupRecord>& records, const Tensor& dq) {
+// Returns dq in `type`. oldest_prefix (b, h, s_local): the prefix of each row at its oldest key.
+Tensor backward_with(KeySource& keys, const RankCall& call, const Tensor& d_o, const Tensor& oldest_prefix,
+                     const std::vector<GroupRecord>& records, at::ScalarType type) {
     const SegmentTables& tables = call.plan.tables(call.comm);
+    // A single block with all rows writes dq. Several blocks add to it.
+    const bool one_block =
+        tables.segments.size() == 1 && tables.runs.size() == 1 && tables.runs[0].num_rows == call.q.size(1);
+    const auto dq_options = call.q.options().dtype(type);
+    const Tensor dq = one_block ? at::empty(call.q.sizes(), dq_options) : at::zeros(call.q.sizes(), dq_options);
     for (int group = 0; group < keys.num_groups(); ++group) {
         const HeadRange kv_heads = keys.heads(group);
         const ops::BlockOptions options = options_of_heads(call, kv_heads);
@@ -133,15 +137,17 @@ void backward_with(KeySource& keys, const RankCall& call, const Tensor& d_o, con
             for (size_t i = 0; i < blocks.size(); ++i) {
                 const int buffer = blocks[i].buffer, run = tables.run_of[buffer];
                 if (!tables.segments[buffer].defined()) continue;
-                const KeyGradients gradients = keys.gradients(i);
-                prefixes[run] = ops::block_backward(
-                    rows(d_o, run), rows(call.q, run), blocks[i].k, blocks[i].v, tables.segments[buffer],
-                    record.restart_edge[buffer], record.restart_mass[buffer], ops::if_defined(record.mass_in[run]),
-                    prefixes[run], options, {rows(dq, run), gradients.dk, gradients.dv}, tables.most_keys);
+                const KeyGradients key_gradients = keys.gradients(i);
+                const ops::BlockGradients gradients{rows(dq, run), key_gradients.dk, key_gradients.dv, !one_block};
+                prefixes[run] = ops::block_backward(rows(d_o, run), rows(call.q, run), blocks[i].k, blocks[i].v,
+                                                    tables.segments[buffer], record.restart_edge[buffer],
+                                                    record.restart_mass[buffer], ops::if_defined(record.mass_in[run]),
+                                                    prefixes[run], options, gradients, tables.most_keys);
             }
             keys.finish_step();
         }
     }
+    return dq;
 }
 
 // Returns a tensor for the gradient of x. It is 0 where the modes may leave rows of dk and dv as they are.
@@ -166,29 +172,26 @@ RankOutput attend_forward(const RankCall& call, bool keep_records) {
 
 Gradients attend_backward(const RankCall& call, const Tensor& d_o, const Tensor& d_mass, const Tensor& mass,
                           const std::vector<GroupRecord>& records, at::ScalarType type) {
-    // The gradients of a single block are the result, so the kernel can write them in `type`. The gradients of several
-    // blocks are summed in the accumulation type.
-    const bool writes =
-        call.comm == Comm::kLocal && call.plan.gather.segments[0].defined() && kernels_write(call, type);
-    const auto block_type = writes ? type : ops::accumulation_type(call.q);
-    const bool local = call.comm == Comm::kLocal, has_own = has_own_documents(call);
+    const bool local = call.comm == Comm::kLocal;
+    // The gradients of local keys are the result. The other modes sum those of several blocks or ranks.
+    const auto block_type =
+        local ? ops::gradient_type(call.q, call.v, call.options, type) : ops::accumulation_type(call.q);
     const RankCall shared = shared_part(call);
     KeyGradients own_keys;  // allocated early only where kernels can write them
     if (local) own_keys = {make_gradient(call, call.k, type), make_gradient(call, call.v, type)};
     const auto keys =
         make_key_source(shared, plan::Pass::kBackward, block_type, records, own_keys);  // may start a transfer
     const Tensor oldest_prefix = d_mass.defined() ? mass * d_mass : at::zeros_like(mass);
-    const auto dq_options = shared.q.options().dtype(block_type);
-    Tensor dq = writes ? at::empty(shared.q.sizes(), dq_options) : at::zeros(shared.q.sizes(), dq_options);
-    if (has_own) {
-        backward_with(*keys, shared, shared_rows(call, d_o), shared_row_values(call, oldest_prefix), records, dq);
+    Tensor dq;
+    if (has_own_documents(call)) {
+        const Tensor shared_dq = backward_with(*keys, shared, shared_rows(call, d_o),
+                                               shared_row_values(call, oldest_prefix), records, block_type);
         const Gradients own = own_documents_backward(call, d_o, oldest_prefix, records.back(), type);
-        write_shared_rows(call, own.dq, dq);
+        write_shared_rows(call, own.dq, shared_dq);
         dq = own.dq;
         own_keys = {own.dk, own.dv};
     } else {
-        backward_with(*keys, shared, d_o, oldest_prefix, records, dq);
-        dq = dq.to(type);
+        dq = backward_with(*keys, shared, d_o, oldest_prefix, records, block_type).to(type);
         if (!local) own_keys = {make_gradient(call, call.k, type), make_gradient(call, call.v, type)};
     }
     keys->write_own_gradients(own_keys);

@@ -4,37 +4,53 @@
 
 #include "ops/tensors.h"
 
+#if defined(SB_WITH_CUDA)
+#include "kernels/fold/fold.h"
+#include "ops/device.h"
+#endif
+
 namespace megatron_sb::distributed {
 namespace {
 
 using at::Tensor;
 
-// Zeroes the restart records of the rows that are not `live`, in all blocks of a run. The backward of the run then
-// starts these rows in no block.
-void zero_restarts_except(const SegmentTables& tables, size_t run, const Tensor& live, GroupRecord& record) {
-    std::vector<Tensor> edges, masses;
-    for (size_t buffer = 0; buffer < tables.run_of.size(); ++buffer) {
-        if (tables.run_of[buffer] != static_cast<int>(run)) continue;
-        edges.push_back(record.restart_edge[buffer]);
-        masses.push_back(record.restart_mass[buffer]);
+#if defined(SB_WITH_CUDA)
+// With one pass over the outputs. The tensor operations of fold_on_cpu() take several, and many launches.
+Partial fold_on_gpu(const SegmentTables& tables, const std::vector<Partial>& partials, const Tensor& q, int64_t d_v,
+                    double mass_threshold, GroupRecord* record) {
+    const ops::DeviceScope scope(q.device());
+    const auto options = q.options().dtype(at::kFloat);
+    const Partial whole{at::empty({q.size(0), q.size(1), q.size(2), d_v}, q.options()),
+                        at::empty({q.size(0), q.size(2), q.size(1)}, options)};
+    fold::Params params{.batch = int32_t(q.size(0)),
+                        .rows = int32_t(q.size(1)),
+                        .num_heads = int32_t(q.size(2)),
+                        .head_dim_v = int32_t(d_v),
+                        .mass_threshold = float(mass_threshold),
+                        .num_runs = int32_t(partials.size()),
+                        .runs = {},
+                        .o_dtype = ops::dtype_of(q.scalar_type()),
+                        .o = whole.o.data_ptr(),
+                        .mass = whole.mass.data_ptr<float>()};
+    if (record != nullptr) record->mass_in.resize(partials.size()), record->older_o.resize(partials.size());
+    for (size_t i = 0; i < partials.size(); ++i) {
+        fold::Run& run = params.runs[i];
+        run = {tables.runs[i].row_begin, tables.runs[i].num_rows, partials[i].o.const_data_ptr<float>(),
+               partials[i].mass.const_data_ptr<float>()};
+        if (record == nullptr) continue;
+        if (i > 0) run.mass_in = (record->mass_in[i] = at::empty_like(partials[i].mass)).data_ptr<float>();
+        if (i + 1 < partials.size())
+            run.older_o = (record->older_o[i] = at::empty_like(partials[i].o)).data_ptr<float>();
     }
-    at::_foreach_mul_(edges, std::vector<Tensor>(edges.size(), live.to(edges[0].scalar_type())));
-    at::_foreach_mul_(masses, std::vector<Tensor>(masses.size(), live.to(masses[0].scalar_type())));
+    fold::fold(params, scope.stream());
+    return whole;
 }
+#endif
 
-}  // namespace
-
-at::Tensor run_rows(const at::Tensor& x, int64_t dim, const plan::Run& run) {
-    return x.narrow(dim, run.row_begin, run.num_rows);
-}
-
-Partial fold_runs(const SegmentTables& tables, const std::vector<Partial>& partials, const Tensor& q, int64_t d_v,
-                  double mass_threshold, GroupRecord* record) {
+// Overwrites the partials.
+Partial fold_on_cpu(const SegmentTables& tables, const std::vector<Partial>& partials, const Tensor& q, int64_t d_v,
+                    double mass_threshold, GroupRecord* record) {
     const size_t num_runs = partials.size();
-    if (num_runs == 1 && tables.runs[0].num_rows == q.size(1)) {
-        if (record != nullptr) record->mass_in.resize(1), record->older_o.resize(1);
-        return partials[0];
-    }
     const auto options = q.options().dtype(ops::accumulation_type(q));
     const std::vector<int64_t> sizes{q.size(0), q.size(1), q.size(2), d_v};
     const bool oldest_run_writes_all_rows = num_runs > 0 && tables.runs.back().num_rows == q.size(1);
@@ -46,12 +62,10 @@ Partial fold_runs(const SegmentTables& tables, const std::vector<Partial>& parti
         const Tensor mass = run_rows(whole.mass, 2, tables.runs[i]);
         if (i > 0) {
             // Comparisons with a NaN are false, so a NaN counts as used up.
-            const Tensor live = mass_threshold > 0 ? mass.ge(mass_threshold) : mass.gt(0);
-            const Tensor used_up = live.logical_not();
+            const Tensor used_up = (mass_threshold > 0 ? mass.ge(mass_threshold) : mass.gt(0)).logical_not();
             mass_in[i] = mass.masked_fill(used_up, 0);
             partials[i].o.masked_fill_(ops::per_row(used_up), 0);
             partials[i].mass.masked_fill_(used_up, 1);
-            if (record != nullptr) zero_restarts_except(tables, i, live, *record);
         }
         mass.mul_(partials[i].mass);
     }
@@ -71,6 +85,24 @@ Partial fold_runs(const SegmentTables& tables, const std::vector<Partial>& parti
     }
     if (record != nullptr) record->mass_in = std::move(mass_in);
     return whole;
+}
+
+}  // namespace
+
+at::Tensor run_rows(const at::Tensor& x, int64_t dim, const plan::Run& run) {
+    return x.narrow(dim, run.row_begin, run.num_rows);
+}
+
+Partial fold_runs(const SegmentTables& tables, const std::vector<Partial>& partials, const Tensor& q, int64_t d_v,
+                  double mass_threshold, GroupRecord* record) {
+    if (partials.size() == 1 && tables.runs[0].num_rows == q.size(1)) {
+        if (record != nullptr) record->mass_in.resize(1), record->older_o.resize(1);
+        return partials[0];
+    }
+#if defined(SB_WITH_CUDA)
+    if (q.is_cuda()) return fold_on_gpu(tables, partials, q, d_v, mass_threshold, record);
+#endif
+    return fold_on_cpu(tables, partials, q, d_v, mass_threshold, record);
 }
 
 }  // namespace megatron_sb::distributed

@@ -1,4 +1,4 @@
-// Folds the runs of a forward (plan/schedule.h) in the accumulation type. With (o, mass) of a newer run and (o', mass')
+// Folds the runs of a forward (plan/schedule.h). With (o, mass) of a newer run and (o', mass')
 // of the next older one, the result is (o + mass * o', mass * mass').
 #pragma once
 
@@ -17,8 +17,9 @@ struct Partial {
     at::Tensor mass;  // (b, h, rows)
 };
 
-// Folds `partials`, one for each run of `tables`, newest first, for each row of q. Overwrites the partials. d_v: the
-// head_dim of v. If `record` is not null, fills its mass_in and older_o.
+// Folds `partials`, one for each run of `tables`, newest first, for each row of q. The sums are in the accumulation
+// type, the output is in this type or in q's dtype. May overwrite the partials. d_v: the head_dim of v. If `record` is
+// not null, fills its mass_in and older_o.
 //
 // When the mass of a row falls below mass_threshold, older runs contribute nothing to the row, as in a kernel. This
 // also keeps a NaN among the older keys out of the row.

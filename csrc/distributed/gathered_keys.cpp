@@ -46,13 +46,16 @@ class GatheredKeys final : public KeySource {
 
     KeyGradients gradients(size_t) override {
         const int64_t d = k_.size(3);
-        stream_gradients_ = at::zeros({k_.size(0), plan_.seq_len(), heads(group_ - 1).count, d + v_.size(3)},
+        stream_gradients_ = at::empty({k_.size(0), plan_.seq_len(), heads(group_ - 1).count, d + v_.size(3)},
                                       k_.options().dtype(ops::accumulation_type(k_)));
         return {keys_of(stream_gradients_, d), values_of(stream_gradients_, d)};
     }
 
     void finish_step() override {
-        if (!stream_gradients_.defined()) gradients(0);
+        if (!stream_gradients_.defined()) {
+            gradients(0);
+            stream_gradients_.zero_();
+        }
         if (!gradients_.empty()) gradients_.back().wait();  // only one group's gradients of the stream stay in memory
         const at::Tensor rows = select_rows(stream_gradients_.transpose(0, 1), 0, plan_.order.from_stream);
         const at::Tensor input = rows.unflatten(0, {transport_.size(), -1});

@@ -40,10 +40,10 @@ class KeySource {
     // Returns the blocks of this step. Starts the transfer of the next step's blocks, which overlaps the compute of
     // this step.
     virtual std::vector<KeyBlock> next_blocks() = 0;
-    // Returns the tensors to which a kernel adds this rank's gradients of block `block` of this step. Local keys in the
-    // dtype of k are an exception: the kernel overwrites their gradients. Called at most once for each block.
+    // Returns uninitialised tensors, to which a kernel writes this rank's gradients of block `block` of this step.
+    // Called at most once for each block.
     virtual KeyGradients gradients(size_t block) = 0;
-    // Sends the gradients of this step's blocks.
+    // Sends the gradients of this step's blocks, which are 0 for a block without a call of gradients().
     virtual void finish_step() = 0;
     // Writes, after the last step, the gradients of this rank's own keys and values to `to`, (b, s_local, kv heads,
     // ..), of any dtype. Rows that no rank needs may be left as they are.

@@ -2,7 +2,6 @@
 #include <ATen/ATen.h>
 
 #include "distributed/key_source.h"
-#include "ops/tensors.h"
 
 namespace megatron_sb::distributed {
 namespace {
@@ -19,9 +18,7 @@ class LocalKeys final : public KeySource {
 
     KeyGradients gradients(size_t) override {
         const auto make = [&](const at::Tensor& to) {
-            const at::Tensor x = to.scalar_type() == type_ ? to : at::empty(to.sizes(), to.options().dtype(type_));
-            // Kernels add to gradients in the accumulation type, so they start at 0.
-            return type_ == ops::accumulation_type(k_) ? x.zero_() : x;
+            return to.scalar_type() == type_ ? to : at::empty(to.sizes(), to.options().dtype(type_));
         };
         gradients_ = {make(to_.dk), make(to_.dv)};
         return gradients_;

@@ -44,16 +44,20 @@ class NeededKeys final : public KeySource {
     }
 
     KeyGradients gradients(size_t) override {
-        const auto zeros = [&](const Tensor& like) {
-            return at::zeros({rows_.num_rows, like.size(0), heads(group_ - 1).count, like.size(3)},
+        const auto empty = [&](const Tensor& like) {
+            return at::empty({rows_.num_rows, like.size(0), heads(group_ - 1).count, like.size(3)},
                              like.options().dtype(ops::accumulation_type(like)));
         };
-        computed_.back() = {zeros(k_), zeros(v_)};
+        computed_.back() = {empty(k_), empty(v_)};
         return {computed_.back().dk.transpose(0, 1), computed_.back().dv.transpose(0, 1)};
     }
 
     void finish_step() override {
-        if (!computed_.back().dk.defined()) gradients(0);
+        if (!computed_.back().dk.defined()) {
+            gradients(0);
+            computed_.back().dk.zero_();
+            computed_.back().dv.zero_();
+        }
         returned_.push_back(return_gradients(computed_.back()));
     }
 

@@ -25,9 +25,7 @@ ops::BlockOutput own_documents_forward(const RankCall& call) {
 
 Gradients own_documents_backward(const RankCall& call, const at::Tensor& d_o, const at::Tensor& oldest_prefix,
                                  const GroupRecord& record, at::ScalarType type) {
-    const bool kernel_writes = kernels_write(call, type);
-    const ops::BlockGradients gradients = kernel_writes ? ops::empty_gradients(call.q, call.k, call.v, type)
-                                                        : ops::zero_gradients(call.q, call.k, call.v);
+    const ops::BlockGradients gradients = ops::empty_gradients(call.q, call.k, call.v, call.options, type);
     ops::block_backward(d_o, call.q, call.k, call.v, key_rows(call).own, record.restart_edge[0], record.restart_mass[0],
                         std::nullopt, oldest_prefix, call.options, gradients, key_rows(call).own_keys);
     return {gradients.dq.to(type), gradients.dk.to(type), gradients.dv.to(type)};

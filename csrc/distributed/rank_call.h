@@ -33,10 +33,4 @@ struct Gradients {
     at::Tensor dq, dk, dv;  // of q, k, v
 };
 
-// Whether kernels can write the gradients of a call in `type`. Otherwise they add to gradients in the accumulation
-// type.
-inline bool kernels_write(const RankCall& call, at::ScalarType type) {
-    return type == call.q.scalar_type() && ops::narrow_gradients(call.q, call.v, call.options);
-}
-
 }  // namespace megatron_sb::distributed

@@ -54,7 +54,7 @@ class RingKeys final : public KeySource {
     // Called after next_blocks(), so step_ is one step ahead.
     KeyGradients gradients(size_t lane) override {
         const int64_t rows = rows_of(static_cast<int>(lane), step_ - 1);
-        own_gradients_[lane] = at::zeros({k_.size(0), rows, k_.size(2), d() + v_.size(3)}, k_.options().dtype(wide_));
+        own_gradients_[lane] = at::empty({k_.size(0), rows, k_.size(2), d() + v_.size(3)}, k_.options().dtype(wide_));
         return {keys_of(own_gradients_[lane], d()), values_of(own_gradients_[lane], d())};
     }
 
@@ -62,10 +62,11 @@ class RingKeys final : public KeySource {
         const std::vector<at::Tensor> received = gradients_.wait();  // empty at the first step
         for (size_t lane = 0; lane < own_gradients_.size(); ++lane) {
             at::Tensor& own = own_gradients_[lane];
-            if (received.empty()) {
-                if (!own.defined()) gradients(lane);
-            } else {
+            if (!received.empty()) {
                 own = own.defined() ? own.add_(received[lane]) : received[lane];
+            } else if (!own.defined()) {
+                gradients(lane);
+                own.zero_();
             }
         }
         gradients_ = step_ < num_steps() ? rotate(own_gradients_, step_) : Transfer{own_gradients_, nullptr};

@@ -42,6 +42,7 @@ class SegmentTable {
     }
 
     const Segments& segments() const { return segments_; }
+    bool empty() const { return segments_.size == 0; }
     int64_t k_rows() const { return k_rows_; }
 
     // Whether a CPU table leaves a query row in no segment. GPU kernels find such rows themselves.
@@ -138,6 +139,7 @@ struct ForwardCall {
     SegmentTable table;
     std::optional<at::Tensor> mass_in;
     BlockOptions options;
+    std::optional<at::Tensor> add_to = std::nullopt;
 };
 
 BlockOutput run_forward(const ForwardCall& in, at::ScalarType o_type) {
@@ -148,12 +150,13 @@ BlockOutput run_forward(const ForwardCall& in, at::ScalarType o_type) {
 
     const std::vector<int64_t> rows = {q.size(0), q.size(2), q.size(1)};
     BlockOutput out;
-    out.o = at::empty({q.size(0), q.size(1), q.size(2), v.size(3)}, q.options().dtype(o_type));
+    const bool add = in.add_to.has_value();
+    out.o = add ? *in.add_to : at::empty({q.size(0), q.size(1), q.size(2), v.size(3)}, q.options().dtype(o_type));
     out.mass = at::empty(rows, q.options().dtype(wide));
     out.restart_edge = at::empty(rows, q.options().dtype(at::kInt));
     out.restart_mass = at::empty(rows, q.options().dtype(wide));
     if (in.table.leaves_rows(q.size(1))) {
-        out.o.zero_();
+        if (!add) out.o.zero_();
         in.mass_in.has_value() ? out.mass.copy_(*in.mass_in) : out.mass.fill_(1);
         out.restart_edge.zero_();
         out.restart_mass.zero_();
@@ -163,12 +166,30 @@ BlockOutput run_forward(const ForwardCall& in, at::ScalarType o_type) {
         params.key_blocks = {in.block_table->const_data_ptr<int32_t>(), int32_t(k.size(1)), int32_t(k.size(0))};
     params.o = strided_rows<void*>(out.o);
     params.o_dtype = dtype_of(o_type);
+    params.add_o = add;
     params.mass_out = out.mass.data_ptr();
     params.restart = {out.restart_edge.data_ptr<int32_t>(), out.restart_mass.data_ptr()};
     const at::Tensor workspace = empty_workspace(kernels.forward_workspace(params), q);
     params.workspace = workspace.data_ptr();
     kernels.forward(params, scope.stream());
     return out;
+}
+
+void check_add_to(const at::Tensor& add_to, const at::Tensor& q, const at::Tensor& v, at::ScalarType o_type) {
+    const at::ScalarType wide = accumulation_type(q);
+    TORCH_CHECK_TYPE(add_to.scalar_type() == wide && o_type == wide, "add_to: dtype and o_dtype must be ", wide,
+                     ", got ", add_to.scalar_type(), " and ", o_type);
+    const std::vector<int64_t> shape = {q.size(0), q.size(1), q.size(2), v.size(3)};
+    TORCH_CHECK_VALUE(add_to.sizes() == at::IntArrayRef(shape), "add_to: shape must be that of the output, ",
+                      at::IntArrayRef(shape), ", got ", add_to.sizes());
+    check_rows("add_to", add_to);
+}
+
+// Clears the gradients that the kernels do not write (BackwardParams).
+void clear_gradients(const BlockGradients& gradients) {
+    gradients.dk.zero_();
+    gradients.dv.zero_();
+    if (!gradients.add_dq) gradients.dq.zero_();
 }
 
 }  // namespace
@@ -215,33 +236,28 @@ void check_out_dtype(at::ScalarType type, const at::Tensor& q) {
                      q.scalar_type(), ", got ", type);
 }
 
+at::ScalarType gradient_type(const at::Tensor& q, const at::Tensor& v, const BlockOptions& options,
+                             at::ScalarType wanted) {
+    return kernels_for(q, v, options.forget_gate).writes_gradients ? wanted : accumulation_type(q);
+}
+
 BlockGradients empty_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                               std::optional<at::ScalarType> dtype) {
-    const auto empty = [&](const at::Tensor& x) {
-        return at::empty_symint(x.sym_sizes(), x.options().dtype(dtype.value_or(accumulation_type(q))));
-    };
+                               const BlockOptions& options, at::ScalarType wanted) {
+    const at::ScalarType type = gradient_type(q, v, options, wanted);
+    const auto empty = [type](const at::Tensor& x) { return at::empty(x.sizes(), x.options().dtype(type)); };
     return {empty(q), empty(k), empty(v)};
-}
-
-BlockGradients zero_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                              std::optional<at::ScalarType> dtype) {
-    const BlockGradients gradients = empty_gradients(q, k, v, dtype);
-    for (const at::Tensor& gradient : {gradients.dq, gradients.dk, gradients.dv}) gradient.zero_();
-    return gradients;
-}
-
-bool narrow_gradients(const at::Tensor& q, const at::Tensor& v, const BlockOptions& options) {
-    return kernels_for(q, v, options.forget_gate).narrow_gradients;
 }
 
 BlockOutput block_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                           const std::optional<at::Tensor>& segments, const std::optional<at::Tensor>& mass_in,
-                          const BlockOptions& options, std::optional<at::ScalarType> o_dtype) {
+                          const BlockOptions& options, std::optional<at::ScalarType> o_dtype,
+                          const std::optional<at::Tensor>& add_to) {
     check_block(q, k, v, segments, mass_in, options);
     const at::ScalarType o_type = o_dtype.value_or(accumulation_type(q));
     check_out_dtype(o_type, q);
-    return run_forward({q, k, v, std::nullopt, SegmentTable(segments, q, k.size(1)), contiguous(mass_in), options},
-                       o_type);
+    if (add_to.has_value()) check_add_to(*add_to, q, v, o_type);
+    const SegmentTable table(segments, q, k.size(1));
+    return run_forward({q, k, v, std::nullopt, table, contiguous(mass_in), options, add_to}, o_type);
 }
 
 BlockOutput block_forward_paged(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -263,6 +279,10 @@ at::Tensor block_backward(const at::Tensor& d_o_given, const at::Tensor& q_given
     const at::Tensor q = aligned(q_given), k = aligned(k_given), v = aligned(v_given), d_o = aligned(d_o_given);
     const dispatch::Kernels& kernels = kernels_for(q, v, options.forget_gate);
     const SegmentTable table(segments, q, k.size(1));
+    TORCH_CHECK_TYPE(!gradients.add_dq || gradients.dq.scalar_type() == accumulation_type(q), "dq: dtype must be ",
+                     accumulation_type(q), " to add to it, got ", gradients.dq.scalar_type());
+    const bool has_work = q.numel() > 0 && k.numel() > 0 && !table.empty();
+    if (!kernels.writes_gradients || !has_work) clear_gradients(gradients);
     const std::optional<at::Tensor> carry = contiguous(mass_in), prefix = contiguous(prefix_in);
     const at::Tensor edge = restart_edge.contiguous(), mass = restart_mass.contiguous();
 
@@ -274,6 +294,7 @@ at::Tensor block_backward(const at::Tensor& d_o_given, const at::Tensor& q_given
     params.dk = strided_rows<void*>(gradients.dk);
     params.dv = strided_rows<void*>(gradients.dv);
     params.grad_dtype = dtype_of(gradients.dq.scalar_type());
+    params.add_dq = gradients.add_dq;
     params.restart = {edge.data_ptr<int32_t>(), mass.data_ptr()};
     params.prefix_in = data_or_null(prefix);
     params.prefix_out = prefix_out.data_ptr();

@@ -16,23 +16,22 @@ struct BlockOutput {
     at::Tensor restart_mass;  // (b, h, s), accumulation type
 };
 
-// The gradient tensors of block_backward. In the accumulation type, the kernels add to them, and they may be views of
-// larger tensors with a unit last stride. If narrow_gradients() is true, they may have q's dtype instead, and the
-// kernels overwrite every element.
+// The gradient tensors of block_backward, which overwrites every element. They have one dtype, a gradient_type(). They
+// may be views of larger tensors with a unit last stride, if their rows begin at multiples of 16 bytes.
 struct BlockGradients {
-    at::Tensor dq;  // (b, s, h, d)
-    at::Tensor dk;  // (b, s_k, h_kv, d)
-    at::Tensor dv;  // (b, s_k, h_kv, d_v)
+    at::Tensor dq;        // (b, s, h, d)
+    at::Tensor dk;        // (b, s_k, h_kv, d)
+    at::Tensor dv;        // (b, s_k, h_kv, d_v)
+    bool add_dq = false;  // block_backward adds to dq, which has the accumulation type
 };
 
-// Return contiguous gradient tensors in `dtype`, by default the accumulation type.
+// Returns the type in which the kernels that serve q and v compute gradients that the caller needs in `wanted`, the
+// accumulation type or q's dtype. It is `wanted`, or the accumulation type if they cannot write q's dtype.
+at::ScalarType gradient_type(const at::Tensor& q, const at::Tensor& v, const BlockOptions& options,
+                             at::ScalarType wanted);
+// Returns contiguous, uninitialised gradient tensors of this type.
 BlockGradients empty_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                               std::optional<at::ScalarType> dtype = std::nullopt);
-BlockGradients zero_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                              std::optional<at::ScalarType> dtype = std::nullopt);
-
-// Whether the kernels that serve q and v can write gradients in q's dtype.
-bool narrow_gradients(const at::Tensor& q, const at::Tensor& v, const BlockOptions& options);
+                               const BlockOptions& options, at::ScalarType wanted);
 
 // Check the arguments of the two functions below, without the values of segments. They also accept symbolic sizes.
 void check_block(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -48,10 +47,11 @@ void check_out_dtype(at::ScalarType type, const at::Tensor& q);
 // q (b, s, h, d), k (b, s_k, h_kv, d), v (b, s_k, h_kv, d_v) with a unit last stride. segments: int32 (n, 5) on the
 // same device. The default is one segment over all rows, in which the queries are the last s of the s_k positions.
 // mass_in (b, h, s), default 1. o_dtype: the accumulation type (default) or q's dtype. Rows of no segment get o = 0 and
-// mass = mass_in.
+// mass = mass_in. add_to: an o in the accumulation type. Kernels add the output to it, and it is returned as o.
 BlockOutput block_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                           const std::optional<at::Tensor>& segments, const std::optional<at::Tensor>& mass_in,
-                          const BlockOptions& options, std::optional<at::ScalarType> o_dtype = std::nullopt);
+                          const BlockOptions& options, std::optional<at::ScalarType> o_dtype = std::nullopt,
+                          const std::optional<at::Tensor>& add_to = std::nullopt);
 
 // Does the same for q (1, s, h, d) and keys in blocks: k (blocks, block_size, h_kv, d), v (blocks, block_size, h_kv,
 // d_v). Row r of the keys is row r % block_size of block block_table[r / block_size]. block_table: int32, contiguous.
@@ -60,7 +60,7 @@ BlockOutput block_forward_paged(const at::Tensor& q, const at::Tensor& k, const 
                                 const at::Tensor& block_table, const at::Tensor& segments, const BlockOptions& options,
                                 at::ScalarType o_dtype);
 
-// Adds the gradients of this block to `gradients`, or writes them (BlockGradients). Returns prefix_out (b, h, s).
+// Writes the gradients of this block to `gradients`, 0 where there is none. Returns prefix_out (b, h, s).
 // mass_in scales a restart record that was written before the carry was known; default 1. prefix_in is the sum of g
 // over all older keys plus mass * d_mass; default 0. max_seqlen_k: no segment has more keys; by default not known.
 at::Tensor block_backward(const at::Tensor& d_o, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

@@ -123,16 +123,11 @@ BlockForwardResults block_forward_fake(const Arguments& arguments) {
 
 BlockBackwardResults block_backward_op(const Arguments& arguments) {
     const BackwardCall call(arguments);
-    const at::Tensor &q = call.q, &k = call.k, &v = call.v;
-    const at::ScalarType wide = accumulation_type(q), type = call.out_dtype;
-    const bool narrow = type != wide && narrow_gradients(q, v, call.options);
-    // A kernel without rows or keys writes nothing, so its gradients must start at 0.
-    const bool all_written = narrow && q.numel() > 0 && k.numel() > 0 && (!call.segments || call.segments->numel() > 0);
-    const BlockGradients gradients =
-        all_written ? empty_gradients(q, k, v, type) : zero_gradients(q, k, v, narrow ? type : wide);
-    const at::Tensor prefix_out =
-        block_backward(call.d_o, q, k, v, call.segments, call.restart_edge, call.restart_mass, call.mass_in,
-                       call.prefix_in, call.options, gradients, arguments.get<std::optional<int64_t>>("max_seqlen_k"));
+    const at::ScalarType type = call.out_dtype;
+    const BlockGradients gradients = empty_gradients(call.q, call.k, call.v, call.options, type);
+    const at::Tensor prefix_out = block_backward(call.d_o, call.q, call.k, call.v, call.segments, call.restart_edge,
+                                                 call.restart_mass, call.mass_in, call.prefix_in, call.options,
+                                                 gradients, arguments.get<std::optional<int64_t>>("max_seqlen_k"));
     return {gradients.dq.to(type), gradients.dk.to(type), gradients.dv.to(type), prefix_out};
 }
 

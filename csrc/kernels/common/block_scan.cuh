@@ -89,4 +89,15 @@ __device__ inline void for_uncovered_row(const Sizes& sizes, const Segments& seg
         if (changes[i] == 0) f(first + i);
 }
 
+// Zeroes a row of a tensor, for all batch elements and heads, in pieces of 16 bytes. Rows begin at multiples of 16
+// bytes. One warp calls this. If 32 is not a multiple of the pieces of a row, some pieces are written twice.
+__device__ inline void clear_row(const Rows<void*>& to, int batch, int heads, int columns, int element_bytes, int row) {
+    const int pieces = columns * element_bytes / int(sizeof(uint4)), lane = threadIdx.x % 32;
+    for (int head = lane / pieces; head < batch * heads; head += max(32 / pieces, 1)) {
+        const int64_t first = head / heads * to.batch_stride + row * to.row_stride + head % heads * to.head_stride;
+        uint4* const at = reinterpret_cast<uint4*>(static_cast<char*>(to.data) + first * element_bytes);
+        for (int piece = lane % pieces; piece < pieces; piece += 32) at[piece] = make_uint4(0, 0, 0, 0);
+    }
+}
+
 }  // namespace megatron_sb::common

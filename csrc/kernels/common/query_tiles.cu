@@ -90,22 +90,15 @@ static_assert(kThreads == kBuckets, "each thread has one bucket");
 
 // Writes the results of a row that is in no tile, for all batch elements and heads. One warp calls this.
 __device__ void fill_row(const ForwardParams& p, int row) {
-    const int heads = p.sizes.batch * p.sizes.num_heads, lane = threadIdx.x % 32;
-    for (int head = lane; head < heads; head += 32) {
-        const int64_t index = int64_t(head) * p.sizes.q_rows + row;
+    const Sizes& z = p.sizes;
+    for (int head = threadIdx.x % 32; head < z.batch * z.num_heads; head += 32) {
+        const int64_t index = int64_t(head) * z.q_rows + row;
         const float* mass_in = static_cast<const float*>(p.mass_in);
         static_cast<float*>(p.mass_out)[index] = mass_in == nullptr ? 1.f : mass_in[index];
         static_cast<float*>(p.restart.mass)[index] = 0.f;
         p.restart.edge[index] = 0;
     }
-    // Pieces of 16 bytes: head_dim_v is a multiple of 8.
-    const int element = p.o_dtype == Dtype::kFloat32 ? 4 : 2, pieces = p.sizes.head_dim_v * element / 16;
-    for (int64_t i = lane; i < int64_t(heads) * pieces; i += 32) {
-        const int index = int(i / pieces), batch = index / p.sizes.num_heads, head = index % p.sizes.num_heads;
-        const int64_t at = batch * p.o.batch_stride + row * p.o.row_stride + head * p.o.head_stride;
-        char* const first = static_cast<char*>(p.o.data) + at * element;
-        reinterpret_cast<uint4*>(first)[i % pieces] = make_uint4(0, 0, 0, 0);
-    }
+    if (!p.add_o) clear_row(p.o, z.batch, z.num_heads, z.head_dim_v, p.o_dtype == Dtype::kFloat32 ? 4 : 2, row);
 }
 
 __global__ void __launch_bounds__(kThreads)

@@ -38,8 +38,8 @@ inline int64_t query_tiles_bytes(const Sizes& sizes, const Segments& segments, i
 void make_query_tiles(const Sizes& sizes, const Segments& segments, bool attend_current, int tile_rows, QueryTiles* out,
                       void* stream);
 
-// Writes the list to params.workspace on `stream` (a cudaStream_t). For query rows in no segment it also writes o = 0,
-// mass_out = mass_in and an empty restart record. Throws RuntimeFailure if the launch fails.
+// Writes the list to params.workspace on `stream` (a cudaStream_t). For query rows in no segment it also writes o = 0
+// (unless params.add_o), mass_out = mass_in and an empty restart record. Throws RuntimeFailure if the launch fails.
 void prepare_forward(const ForwardParams& params, int tile_rows, void* stream);
 
 }  // namespace megatron_sb::common

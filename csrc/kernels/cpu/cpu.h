@@ -23,7 +23,8 @@ int64_t forward_workspace(const ForwardParams& params, const Level& level = leve
 int64_t backward_workspace(const BackwardParams& params, int64_t limit, const Level& level = level_in_use());
 
 // Both run on OpenMP threads and return when the results are written. block_forward writes only the rows of `segments`;
-// for rows in no segment the caller writes o, mass_out and restart. Segments must stay within the rows of q and k.
+// for rows in no segment the caller writes o, mass_out and restart. block_backward adds to gradients, which the caller
+// has cleared. Segments must stay within the rows of q and k.
 void block_forward(const ForwardParams& params, const Level& level = level_in_use());
 void block_backward(const BackwardParams& params, const Level& level = level_in_use());
 

@@ -183,7 +183,11 @@ class ForwardTile {
             using Element = decltype(element);
             Element* to = static_cast<Element*>(p_.o.data) + offset(p_.o, tile_.batch, tile_.q_row(), tile_.head);
             for (int r = 0; r < tile_.count; ++r)
-                for (int c = 0; c < width; ++c) to[r * p_.o.row_stride + c] = convert<Element>(s_.o_t[c * kTile + r]);
+                for (int c = 0; c < width; ++c) {
+                    Element& out = to[r * p_.o.row_stride + c];
+                    const T o = s_.o_t[c * kTile + r];
+                    out = convert<Element>(p_.add_o ? T(out) + o : o);
+                }
         });
     }
 

@@ -76,7 +76,7 @@ class CarryReader {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {  // loads without branches, for both rows at once
             const int64_t at = step.row_index + max(min(lane_ + 32 * i, step.num_rows - 1), 0);
-            edges[i] = args_.params.restart.edge[at];
+            edges[i] = restart_edge<float>(args_.params, at);
             carries[i].restart_mass = restart_mass<float>(args_.params, at);
         }
 #pragma unroll

@@ -4,8 +4,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <type_traits>
-
 #include "kernels/common/launch.h"
 #include "kernels/hopper/bwd_plan.h"
 #include "kernels/hopper/gates.cuh"
@@ -19,17 +17,16 @@ constexpr int kSumThreads = 256;
 static_assert(TileParts::kMostParts <= 32, "a warp tests has_sums of one part in each lane");
 constexpr int kKeysOfBlock = 16;  // keys of a tile that a thread block handles: enough blocks for all multiprocessors
 
-// Writes four columns of a gradient. The fp32 version adds to it.
+// Writes four columns of a gradient. With `add`, which only an fp32 gradient can have, adds to them.
 template <class Element>
-__device__ void write_columns(Element* to, const float4& x) {
+__device__ void write_columns(Element* to, const float4& x, bool = false) {
     alignas(8) const Element rounded[4] = {Element(x.x), Element(x.y), Element(x.z), Element(x.w)};
     *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(rounded);
 }
-__device__ void write_columns(float* to, const float4& x) {
-    float2* const pairs = reinterpret_cast<float2*>(to);
-    const float2 low = pairs[0], high = pairs[1];
-    pairs[0] = make_float2(low.x + x.x, low.y + x.y);
-    pairs[1] = make_float2(high.x + x.z, high.y + x.w);
+__device__ void write_columns(float* to, const float4& x, bool add = false) {
+    float4* const four = reinterpret_cast<float4*>(to);
+    const float4 before = add ? *four : make_float4(0.f, 0.f, 0.f, 0.f);
+    *four = make_float4(before.x + x.x, before.y + x.y, before.z + x.z, before.w + x.w);
 }
 
 // The sum of four columns over the parts in the mask `present`, in the order of the parts.
@@ -77,7 +74,7 @@ __global__ void __launch_bounds__(kDqThreads)
     // Otherwise no key tile has stored a sum.
     const int newest_tile = (visible - 1) / backward_key_tile(z);
     const bool has_sum = visible > 0 && starts.oldest_tile <= newest_tile;
-    if (!has_sum && std::is_same_v<Out, float>) return;
+    if (!has_sum && p.add_dq) return;
     if (has_sum && load_acquire(plan.dq_next_tile + index) != newest_tile + 1) wait_for_previous_kernel();
     const int columns = stored_columns(z), extra = columns % 64, panels = columns / 64;
     const int thread = threadIdx.x, lane = thread % 32, row = thread / 32 * 16 + lane / 4, column = lane % 4 * 2;
@@ -100,7 +97,7 @@ __global__ void __launch_bounds__(kDqThreads)
             const int r = i / pieces, c = i % pieces * 4;
             if (first_column + c < z.head_dim)
                 write_columns(to + r * p.dq.row_stride + first_column + c,
-                              *reinterpret_cast<const float4*>(rows + r * kPitch + c));
+                              *reinterpret_cast<const float4*>(rows + r * kPitch + c), p.add_dq);
         }
         __syncthreads();
     };

@@ -98,8 +98,8 @@ class HalfScan : protected BackwardThread<T> {
             warpgroup_barrier(barrier_of_consumer(half_));  // the gates are written
         }
     }
-    // Adds the gradients of the gates of a key tile to dk, in the column after the keys. All threads of the warpgroup
-    // call it after the last scan of the tile.
+    // Writes the gradients of the gates of a key tile to dk, in the columns after the keys. All threads of the
+    // warpgroup call it after the last scan of the tile.
     __device__ __forceinline__ void end_gates(const Step& last) {
         if constexpr (T::kGated) {
             auto& sums = control_.gate_sums[half_];

@@ -90,11 +90,7 @@ class BackwardThread {
                 continue;
             }
             const Fp32Rows to = fp32_rows(args_.params.dk, head_dim(), args_.plan.partial_dk, step);
-            float* const at = to.first + key * to.row_stride + column;
-            if (to.store)
-                *reinterpret_cast<float2*>(at) = make_float2(x, y);
-            else
-                reduce_add_global(at, x, y);
+            store_global(to.first + key * to.row_stride + column, x, y);
         }
     }
 
@@ -204,7 +200,7 @@ class BackwardThread {
     __device__ __forceinline__ void write_gate_gradient(const Step& step, int key, float gradient) const {
         if (step.flags & kPartialSums)
             args_.plan.partial_gates[partial_row(step) + key] = gradient;
-        else if (accumulates_gradients())
+        else if (has_fp32_gradients())
             write_gate_columns(key_row<float>(args_.params.dk, step, key) + head_dim(), gradient);
         else
             write_gate_columns(key_row<Element>(args_.params.dk, step, key) + head_dim(), gradient);
@@ -222,21 +218,19 @@ class BackwardThread {
         return T::kHeadDim % 64 == 0 || column < T::kHeadDim;
     }
 
-    // dk or dv of a key tile in fp32: the sums of a part of the tile, which are stored, or gradients that accumulate,
-    // to which they are added.
+    // dk or dv of a key tile in fp32: the gradients, or the sums of a part of the tile.
     struct Fp32Rows {
         float* first;  // row of the first key
         int64_t row_stride;
         int columns;
-        bool store;
     };
     __device__ __forceinline__ bool writes_fp32(const Step& step) const {
-        return step.flags & kPartialSums || accumulates_gradients();
+        return step.flags & kPartialSums || has_fp32_gradients();
     }
     __device__ __forceinline__ Fp32Rows fp32_rows(const Rows<void*>& to, int columns, float* partial,
                                                   const Step& step) const {
-        if (!(step.flags & kPartialSums)) return {key_row<float>(to, step, 0), to.row_stride, columns, false};
-        return {partial + partial_row(step) * T::kStored, T::kStored, T::kStored, true};
+        if (!(step.flags & kPartialSums)) return {key_row<float>(to, step, 0), to.row_stride, columns};
+        return {partial + partial_row(step) * T::kStored, T::kStored, T::kStored};
     }
     // Index of the first key of a tile in the partial sums of the part.
     __device__ __forceinline__ int64_t partial_row(const Step& step) const {
@@ -255,19 +249,16 @@ class BackwardThread {
     template <int N>
     __device__ __forceinline__ void write_fp32(const Fp32Rows& to, const Step& step, int half, const float (&x)[N],
                                                float factor, int column) const {
+        const int lane = opaque(lane_);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int key = half * kHalfTileKeys + KeyOrder<kHalfTileKeys>()(row(r));
+            const int key = half * kHalfTileKeys + KeyOrder<kHalfTileKeys>()(warp_ * 16 + lane / 4 + 8 * r);
             if (key >= step.tile_keys) continue;
-            float* const first = to.first + key * to.row_stride + column + lane_ % 4 * 2;
+            float* const first = to.first + key * to.row_stride + column + lane % 4 * 2;
 #pragma unroll
             for (int n = 0; n < N / 4; ++n) {
                 if (column + 8 * n >= to.columns) continue;
-                const float2 pair = make_float2(x[4 * n + 2 * r] * factor, x[4 * n + 2 * r + 1] * factor);
-                if (to.store)
-                    *reinterpret_cast<float2*>(first + 8 * n) = pair;
-                else
-                    reduce_add_global(first + 8 * n, pair.x, pair.y);
+                store_global(first + 8 * n, x[4 * n + 2 * r] * factor, x[4 * n + 2 * r + 1] * factor);
             }
         }
     }
@@ -313,14 +304,9 @@ class BackwardThread {
             for (int k = 0; k < kBackwardKeysPerThread; ++k, at += to.row_stride) {
                 if (first_key + k >= step.tile_keys) continue;
 #pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    if (row(r) >= to.columns) continue;
-                    const float value = x[32 * half + accumulator_register(r, k)] * factor;
-                    if (to.store)
-                        at[8 * r] = value;
-                    else
-                        reduce_add_global(at + 8 * r, value);
-                }
+                for (int r = 0; r < 2; ++r)
+                    if (row(r) < to.columns)
+                        store_global(at + 8 * r, x[32 * half + accumulator_register(r, k)] * factor);
             }
         }
     }
@@ -369,7 +355,7 @@ class BackwardThread {
     __device__ __forceinline__ static void write_pair(Element* to, float x, float y) {
         *reinterpret_cast<uint32_t*>(to) = pack<Element>(x, y);
     }
-    __device__ __forceinline__ bool accumulates_gradients() const {
+    __device__ __forceinline__ bool has_fp32_gradients() const {
         return args_.params.grad_dtype == Dtype::kFloat32;
     }
 

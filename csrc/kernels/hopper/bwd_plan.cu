@@ -11,7 +11,6 @@
 #include "kernels/hopper/bwd_plan.h"
 #include "kernels/hopper/hopper.h"
 #include "kernels/hopper/ptx.cuh"
-#include "kernels/hopper/tile_copy.cuh"
 
 namespace megatron_sb::hopper {
 namespace {
@@ -33,25 +32,27 @@ __device__ bool is_whole(const BackwardParams& p, const BackwardPlan& plan, int 
     return true;
 }
 
-// Zeroes one row of a gradient, for all batch elements and heads. Runs in one warp.
-__device__ void clear_row(const Rows<void*>& to, int batch, int heads, int columns, int row) {
-    const int pieces = columns / kZeroColumns;
-    for (int i = threadIdx.x % 32; i < batch * heads * pieces; i += 32) {
-        const int head = i / pieces;
-        write_zeros(to, head / heads, head % heads, row, i % pieces * kZeroColumns);
-    }
+// Numbers of thread blocks that zero rows of dq, and rows of dk and dv. A dense call needs none.
+SB_HOST_DEVICE int blocks_that_clear_dq(const BackwardParams& p) {
+    return p.segments.by_value() || p.add_dq ? 0 : common::blocks_to_examine(p.sizes.q_rows);
+}
+int blocks_that_clear_dk_dv(const BackwardParams& p) {
+    return p.segments.by_value() ? 0 : common::blocks_to_examine(p.sizes.k_rows);
 }
 
 __device__ void clear_uncovered(const BackwardParams& p, int block, int* changes, int* warp_sums) {
     const Sizes& z = p.sizes;
-    const int q_blocks = common::blocks_to_examine(z.q_rows);
+    const int q_blocks = blocks_that_clear_dq(p);
+    const auto clear = [&](const Rows<void*>& to, int heads, int columns, int row) {
+        common::clear_row(to, z.batch, heads, columns, p.grad_dtype == Dtype::kFloat32 ? 4 : 2, row);
+    };
     if (block < q_blocks)
         common::for_uncovered_row(
             z, p.segments, block, z.q_rows, changes, warp_sums,
             [](const Segment& s) {
                 return RowRange{s.q_begin, num_steps(s) > 0 ? s.q_len : 0};
             },
-            [&](int row) { clear_row(p.dq, z.batch, z.num_heads, z.head_dim, row); });
+            [&](int row) { clear(p.dq, z.num_heads, z.head_dim, row); });
     else
         common::for_uncovered_row(
             z, p.segments, block - q_blocks, z.k_rows, changes, warp_sums,
@@ -59,14 +60,9 @@ __device__ void clear_uncovered(const BackwardParams& p, int block, int* changes
                 return RowRange{s.k_begin, num_steps(s) > 0 ? s.k_len : 0};
             },
             [&](int row) {
-                clear_row(p.dk, z.batch, z.num_kv_heads, z.head_dim + (p.options.forget_gate ? kGateColumns : 0), row);
-                clear_row(p.dv, z.batch, z.num_kv_heads, z.head_dim_v, row);
+                clear(p.dk, z.num_kv_heads, z.head_dim + (p.options.forget_gate ? kGateColumns : 0), row);
+                clear(p.dv, z.num_kv_heads, z.head_dim_v, row);
             });
-}
-// Number of thread blocks that zero rows. None are needed for a dense call, or if the kernel adds to the gradients.
-int blocks_that_clear(const BackwardParams& p) {
-    if (p.segments.by_value() || p.grad_dtype == Dtype::kFloat32) return 0;
-    return common::blocks_to_examine(p.sizes.q_rows) + common::blocks_to_examine(p.sizes.k_rows);
 }
 
 // Plans a call with one segment: its key tiles are in order.
@@ -118,16 +114,14 @@ __device__ void find_starts(const BackwardParams& p, int i, const Segment& s, in
     constexpr int kRows = kStepsAtOnce * kStepRows / 32;  // rows per lane
     const int steps = num_steps(s), lane = threadIdx.x % 32, warps = blockDim.x / 32;
     const bool two_halves = halves_of_tile(p.sizes) == 2;
-    const int32_t* const edges = p.restart.edge + first_row;
-    const float* const masses = static_cast<const float*>(p.restart.mass) + first_row;
     for (int begin = threadIdx.x / 32 * kStepsAtOnce; begin < steps; begin += warps * kStepsAtOnce) {
         int edge[kRows];
         float mass[kRows];
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             const int row = begin * kStepRows + 32 * r + lane;
-            edge[r] = row < s.q_len ? edges[row] : 0;
-            mass[r] = row < s.q_len ? masses[row] : 0.f;
+            edge[r] = row < s.q_len ? restart_edge<float>(p, first_row + row) : 0;
+            mass[r] = row < s.q_len ? restart_mass<float>(p, first_row + row) : 0.f;
         }
 #pragma unroll
         for (int n = 0; n < kStepsAtOnce; ++n) {
@@ -242,8 +236,8 @@ void launch_plan(const BackwardParams& params, const BackwardPlan& plan, cudaStr
     const Layout layout = lay_out_workspace(params, &same_plan);
     common::check("hopper backward", "cudaMemsetAsync",
                   cudaMemsetAsync(params.workspace, 0, size_t(layout.zeroed), stream));
-    common::launch("hopper backward: plan_work", plan_work, 1 + int64_t(blocks_that_clear(params)), kPlanThreads, 0,
-                   stream, params, plan);
+    const int64_t blocks = 1 + int64_t(blocks_that_clear_dq(params)) + blocks_that_clear_dk_dv(params);
+    common::launch("hopper backward: plan_work", plan_work, blocks, kPlanThreads, 0, stream, params, plan);
     const int64_t heads = int64_t(params.sizes.batch) * params.sizes.num_heads;
     const int steps = plan.max_steps / params.segments.size;  // of an average segment
     const int warps = std::clamp(steps / kStepsAtOnce, 4, kMaxWarps);

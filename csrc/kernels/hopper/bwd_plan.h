@@ -82,8 +82,8 @@ constexpr int kTicket = 0, kNumKeyTiles = 1, kNumSteps = 2;
 int64_t plan_backward(const BackwardParams& params, BackwardPlan* plan);
 // Launches the kernels that fill the plan. Throws RuntimeFailure if a launch fails.
 void launch_plan(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream);
-// Launches what follows the main kernel: it writes dq, and adds the partial sums of dk and dv if key tiles have several
-// parts. Throws RuntimeFailure if a launch fails.
+// Launches what follows the main kernel: it writes dq or adds to it, and adds the partial sums of dk and dv if key
+// tiles have several parts. Throws RuntimeFailure if a launch fails.
 void finish_gradients(const BackwardParams& params, const BackwardPlan& plan, float scale, cudaStream_t stream);
 
 // Number of keys of a segment that are visible to its row `row`.

@@ -34,7 +34,9 @@ class StepLoader {
             // the older one does later.
             push_steps(true);
             push_steps(false);
-            if (!have_pending_ && writes_zeros()) fill_empty_step();
+            // The consumers write zeros to the gradients of a key tile without steps. If the tile has several parts,
+            // add_parts() does.
+            if (!have_pending_ && key_tile_.is_whole) fill_empty_step();
             if (have_pending_) publish_pending(kLastStepOfTile);
         }
         pending_.flags = 0;
@@ -42,9 +44,6 @@ class StepLoader {
     }
 
   private:
-    // Whether the consumers write zeros to the gradients of a key tile without steps. If the tile has several parts,
-    // add_parts() does.
-    __device__ bool writes_zeros() const { return args_.params.grad_dtype != Dtype::kFloat32 && key_tile_.is_whole; }
     // Takes tickets until one has work, and finds its key tile, KV head and part. Returns false if no work is left.
     __device__ bool next_key_tile() {
         const Sizes& z = args_.params.sizes;

@@ -359,6 +359,8 @@ class ForwardConsumer {
         else
             return shared_address(shared_.q[number % T::kQueryStages]) + warp_row * kRowBytes;
     }
+    // With add_o it adds. One thread of a launch adds to each element, and launches are ordered by the stream, so
+    // results are repeatable. Atomics are used because a thread that read, added and wrote would wait for the values.
     __device__ __forceinline__ void write_float(float* to, int64_t row_stride, int rows) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -366,10 +368,11 @@ class ForwardConsumer {
             if (row >= rows) continue;
             float* const first = to + row * row_stride + lane_ % 4 * 2;
 #pragma unroll
-            for (int n = 0; n < T::kHeadDimV / 8; ++n)
-                if (8 * n < args_.params.sizes.head_dim_v)
-                    *reinterpret_cast<float2*>(first + 8 * n) = {o_[4 * n + 2 * r] * kOutputScale,
-                                                                 o_[4 * n + 2 * r + 1] * kOutputScale};
+            for (int n = 0; n < T::kHeadDimV / 8; ++n) {
+                if (8 * n >= args_.params.sizes.head_dim_v) continue;
+                const float x = o_[4 * n + 2 * r] * kOutputScale, y = o_[4 * n + 2 * r + 1] * kOutputScale;
+                args_.params.add_o ? reduce_add_global(first + 8 * n, x, y) : store_global(first + 8 * n, x, y);
+            }
         }
     }
     // `staged` is where this warp stages its 16 rows, with the swizzle of TMA. In the Q slot, products of the other

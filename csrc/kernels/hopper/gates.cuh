@@ -42,15 +42,16 @@ struct Gate {
     }
 };
 
-// Writes the gradient of a gate to the columns of dk after its key. The fp32 version adds it to the first column; no
-// other thread adds to it at the same time.
+// Writes the gradient of a gate to the first column of dk after its key, and zeros to the other ones.
 template <class Element>
 __device__ __forceinline__ void write_gate_columns(Element* to, float gradient) {
     static_assert(kGateColumns * sizeof(Element) == sizeof(uint4));
     *reinterpret_cast<uint4*>(to) = make_uint4(pack<Element>(gradient, 0.f), 0, 0, 0);
 }
 __device__ __forceinline__ void write_gate_columns(float* to, float gradient) {
-    *to += gradient;
+    static_assert(kGateColumns * sizeof(float) == 2 * sizeof(float4));
+    reinterpret_cast<float4*>(to)[0] = make_float4(gradient, 0.f, 0.f, 0.f);
+    reinterpret_cast<float4*>(to)[1] = make_float4(0.f, 0.f, 0.f, 0.f);
 }
 
 // A number for each key that a quad of threads scans: f in the forward, c in the backward. Thread t has kKeys / 4

@@ -142,6 +142,15 @@ __device__ __forceinline__ void store_global_if(bool condition, void* to, const 
         : "memory");
 }
 
+// Stores to global memory. If a pointer can come from two tensors, the compiler would use generic stores, keep fewer
+// values of the kernel in uniform registers, and spill.
+__device__ __forceinline__ void store_global(float* to, float x) {
+    asm volatile("st.global.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
+}
+__device__ __forceinline__ void store_global(float* to, float x, float y) {
+    asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
+}
+
 // ---- between thread blocks ------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void fence_acq_rel_gpu() {
@@ -179,9 +188,6 @@ __device__ __forceinline__ void store_relaxed_b128(void* to, const uint4& x) {
         : "memory");
 }
 // Add to values in global memory, without returning them. Other CTAs see the additions in order only after a fence.
-__device__ __forceinline__ void reduce_add_global(float* to, float x) {
-    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
-}
 __device__ __forceinline__ void reduce_add_global(float* to, float x, float y) {
     asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
 }

@@ -13,14 +13,6 @@ __device__ inline int64_t offset_of(const Rows<const void*>& tensor, int batch, 
     return 2 * (batch * tensor.batch_stride + head * tensor.head_stride + row * tensor.row_stride);
 }
 
-// Writes zeros to kZeroColumns columns of one row of a 16-bit tensor. Runs in one thread.
-constexpr int kZeroColumns = 8;
-__device__ inline void write_zeros(const Rows<void*>& to, int batch, int head, int row, int column) {
-    uint16_t* const first =
-        static_cast<uint16_t*>(to.data) + batch * to.batch_stride + head * to.head_stride + row * to.row_stride;
-    *reinterpret_cast<uint4*>(first + column) = make_uint4(0, 0, 0, 0);
-}
-
 // Copies kRows rows of kPanels * 64 columns into shared memory, with the 128-byte swizzle that TMA would use. Row r in
 // shared memory is row order(r) of the source, or zeros if order(r) >= count; so are the columns from `columns` on. The
 // source begins `source` bytes from the start of the tensor. Runs in one warp, with cp.async: call finish_copy()

@@ -242,6 +242,8 @@ class ForwardTile {
                 }
         });
     }
+    // Writes two neighbouring columns. With add_o it adds to them, with atomics as add_row() does: only one lane of a
+    // launch adds to each value.
     __device__ void write_o(int64_t at, float x, float y) const {
         if constexpr (sizeof(T) == 2) {
             if (p_.o_dtype != Dtype::kFloat32) {
@@ -249,7 +251,13 @@ class ForwardTile {
                 return;
             }
         }
-        *reinterpret_cast<float2*>(static_cast<float*>(p_.o.data) + at) = make_float2(x, y);
+        float* const to = static_cast<float*>(p_.o.data) + at;
+        if (p_.add_o) {
+            atomicAdd(to, x);
+            atomicAdd(to + 1, y);
+        } else {
+            *reinterpret_cast<float2*>(to) = make_float2(x, y);
+        }
     }
 
     const ForwardParams& p_;

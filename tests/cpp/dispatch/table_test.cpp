@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <vector>
 
 #include "core/error.h"
 #include "messages.h"
@@ -56,6 +57,18 @@ TEST(Dispatch, UsesTheFirstGpuKernelsThatSupportTheRequest) {
     EXPECT_EQ(gated(144, 128), "portable");
     EXPECT_STREQ(find({Device::kCuda, 90, Dtype::kBFloat16, 128, 128, false, true}).name, "portable");  // paged cache
     EXPECT_THROW(find({Device::kCuda, 90, Dtype::kFloat64, 64, 64}), InvalidArgument);
+}
+
+TEST(Dispatch, OnlyTheHopperKernelsWriteGradients) {
+    std::vector<Request> requests{{Device::kCpu, 0, Dtype::kFloat32, 64, 64}};
+    if (built_with_cuda()) {
+        requests.push_back({Device::kCuda, 80, Dtype::kBFloat16, 64, 64});
+        requests.push_back({Device::kCuda, 90, Dtype::kBFloat16, 64, 64});
+    }
+    for (const Request& request : requests) {
+        const Kernels& kernels = find(request);
+        EXPECT_EQ(kernels.writes_gradients, std::string(kernels.name) == "hopper") << kernels.name;
+    }
 }
 
 TEST(Dispatch, TheDecodeKernelSupportsHalfPrecisionFromSm80On) {

@@ -48,9 +48,9 @@ struct Answer {
 // Computes the whole stream in one block, with a segment for each document.
 Answer one_rank(const plan::Stream& stream, const Case& x) {
     const plan::Partition whole(plan::Layout::kContiguous, stream.packing, 1, stream.seq_len, stream.cu_seqlens);
-    const Tensor table = make_rank_plan(whole, 0, at::kCPU).gather.segments[0];
+    const Tensor table = make_rank_plan(whole, 0, x.q.device()).gather.segments[0];
     const ops::BlockOutput out = ops::block_forward(x.q, x.k, x.v, table, std::nullopt, x.options, x.q.scalar_type());
-    const ops::BlockGradients gradients = ops::zero_gradients(x.q, x.k, x.v);
+    const ops::BlockGradients gradients = ops::empty_gradients(x.q, x.k, x.v, x.options, ops::accumulation_type(x.q));
     ops::block_backward(x.d_o, x.q, x.k, x.v, table, out.restart_edge, out.restart_mass, std::nullopt,
                         out.mass * x.d_mass, x.options, gradients);
     const auto rounded = [&x](const Tensor& gradient) { return gradient.to(x.q.scalar_type()); };
@@ -107,10 +107,10 @@ class Groups {
         for (int i = 0; i < mode.a2a_size; ++i) keys_.emplace_back(p2p_size, timeout);
     }
 
-    Route route(const plan::Partition& partition, int rank) const {
+    Route route(const plan::Partition& partition, int rank, c10::Device device = at::kCPU) const {
         const int a2a_rank = rank % mode_.a2a_size, p2p_rank = rank / mode_.a2a_size;
-        auto plan = std::make_shared<RankPlan>(
-            make_rank_plan(partition, rank, at::kCPU, mode_.a2a_size, kTestRowsToSplitHeads));
+        auto plan =
+            std::make_shared<RankPlan>(make_rank_plan(partition, rank, device, mode_.a2a_size, kTestRowsToSplitHeads));
         // Other layouts use the ring also where a plan would not.
         const Comm comm = partition.has_ring() ? mode_.comm : plan->transfer(mode_.comm);
         return {mode_.a2a_size > 1 ? heads_[p2p_rank].transport(a2a_rank) : nullptr,
@@ -126,12 +126,12 @@ Answer many_ranks(const plan::Stream& stream, const Case& x, plan::Layout layout
     const plan::Partition partition = stream.partition(layout, size);
     const Groups groups(mode, size);
     const auto wide = ops::accumulation_type(x.q);
-    Answer all{at::empty_like(x.d_o), at::empty_like(x.d_mass), at::empty(x.q.sizes(), wide),
-               at::empty(x.k.sizes(), wide), at::empty(x.v.sizes(), wide)};
+    const auto empty = [&](const Tensor& like) { return at::empty(like.sizes(), like.options().dtype(wide)); };
+    Answer all{at::empty_like(x.d_o), at::empty_like(x.d_mass), empty(x.q), empty(x.k), empty(x.v)};
     run_ranks_or_throw(size, [&](Transport& world) {
         const int rank = world.rank();
-        const Route route = groups.route(partition, rank);
-        const Tensor rows = index_tensor(partition.local_positions(rank), at::kCPU);
+        const Route route = groups.route(partition, rank, x.q.device());
+        const Tensor rows = index_tensor(partition.local_positions(rank), x.q.device());
         const auto local = [&rows](const Tensor& whole, int64_t dim) { return whole.index_select(dim, rows); };
         const RouteOutput out =
             route_forward(route, local(x.q, 1), local(x.k, 1), local(x.v, 1), x.options, true, true);
@@ -151,7 +151,7 @@ Answer many_ranks(const plan::Stream& stream, const Case& x, plan::Layout layout
 double relative_error(const Tensor& value, const Tensor& expected) {
     const Tensor exact = expected.to(at::kDouble);
     const double size = exact.norm().item<double>();
-    return (value.to(at::kDouble) - exact).norm().item<double>() / std::max(size, 1e-300);
+    return (value.to(exact.options()) - exact).norm().item<double>() / std::max(size, 1e-300);
 }
 
 double worst_error(const Answer& answer, const Answer& expected) {
@@ -298,6 +298,32 @@ TEST_P(DriverTest, ExchangesPartialResultsInFullPrecision) {
         const Answer answer = many_ranks(stream, x, plan::Layout::kZigzag, mode, size);
         // About one value in a few hundred is rounded to the other neighbour in bf16 and differs by 2^-8.
         EXPECT_LT(worst_error(answer, expected), 3e-4) << mode.name;
+    }
+}
+
+// On a GPU the runs of a ring are folded by a kernel of its own, and kernels add outputs and dq to those of earlier
+// blocks. All ranks share the GPU and its stream.
+TEST_P(DriverTest, OnAGpuIsAsExactAsOneRank) {
+    if (!at::hasCUDA()) GTEST_SKIP() << "needs a GPU";
+    const int size = GetParam();
+    std::vector<plan::Stream> streams = plan::streams(size, 31 * size);
+    streams.push_back({"dense, long", plan::Packing::kPerDocument, 400 * size, std::nullopt});
+    for (const plan::Stream& stream : streams) {
+        for (const double mean_logit : {0.0, -6.0}) {
+            Case exact = make_case(stream, at::kBFloat16, mean_logit, 0x1p-24), x = exact;
+            for (Tensor* part : {&x.q, &x.k, &x.v, &x.d_o, &x.d_mass}) *part = part->to(at::kCUDA);
+            for (Tensor* part : {&exact.q, &exact.k, &exact.v, &exact.d_o, &exact.d_mass})
+                *part = part->to(at::kDouble);
+            exact.options.mass_threshold = 0;
+            const Answer expected = one_rank(stream, exact);
+            const double alone = worst_error(one_rank(stream, x), expected);
+            EXPECT_LT(alone, 0.02) << stream.name;
+            for (const LayoutAndMode& run : layouts_and_modes(size)) {
+                const double error = worst_error(many_ranks(stream, x, run.layout, run.mode, size), expected);
+                EXPECT_LT(error, 1.5 * alone + 1e-3) << stream.name << ", mean logit " << mean_logit << ", "
+                                                     << run.name() << " (one rank: " << alone << ")";
+            }
+        }
     }
 }
 
