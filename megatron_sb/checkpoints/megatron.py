@@ -66,6 +66,7 @@ def config_of(training: TrainingConfig, attention: LayerAttentionConfig, vocab_s
         attend_current=attention.attend_current,
         mass_threshold=attention.mass_threshold,
         logits=attention.logits,
+        attention_multiplier=attention.scale,
         reach=attention.reach,
         forget_gate=attention.forget_gate,
         remainder_bias=attention.remainder_bias,

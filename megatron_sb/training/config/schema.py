@@ -87,6 +87,7 @@ class StickBreakingAttentionConfig(Section):
     remainder_bias: Bool = LayerOptions.remainder_bias
     head_norm: Bool = LayerOptions.head_norm
     logits: Literal[LOGITS] = LayerOptions.logits
+    scale: PositiveFloat | None = LayerOptions.scale
     reach: tuple[Reach, Reach] | None = LayerOptions.reach
     forget_gate: Bool = LayerOptions.forget_gate
     forget_gate_loss: NonNegativeFloat = LayerOptions.forget_gate_loss

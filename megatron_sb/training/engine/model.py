@@ -107,7 +107,7 @@ def _names_of_weights(layer: torch.nn.Module) -> frozenset[str]:
 def _stick_breaking_spec(
     spec: ModuleSpec, attention: StickBreakingAttentionConfig, parallel: ParallelConfig
 ) -> ModuleSpec:
-    fields = {name: value for name, value in dataclasses.asdict(attention).items() if name != "kind"}
+    fields = {name: value for name, value in dataclasses.asdict(attention).items() if name not in ("kind", "scale")}
     return with_stickbreaking(spec, **fields, cp_layout=parallel.layout, packing=parallel.packing)
 
 
@@ -138,6 +138,7 @@ def _transformer_config(config: TrainingConfig, model: str, stage: StageConfig, 
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        softmax_scale=getattr(config.attention_of_layers(model)[0], "scale", None),  # the same in all layers
         use_cpu_initialization=True,  # the same weights on every device
         bf16=sizes.precision == "bf16",
         params_dtype=torch.bfloat16 if sizes.precision == "bf16" else torch.float32,

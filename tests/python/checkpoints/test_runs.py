@@ -56,6 +56,13 @@ def test_one_of_several_stick_breaking_models(model, named, tmp_path):
     assert all(torch.equal(tensor, weights[name]) for name, tensor in back.state_dict().items())
 
 
+def test_the_scale_of_the_logits(tmp_path):
+    scale = "attention.stick_breaking_euclidean.scale=0.0625"
+    config = configuration.load_config(CONFIGS / "extrapolation_small.yaml", [scale])
+    folder, _ = save(tmp_path, "stick_breaking_euclidean", config, logits="euclidean")
+    assert checkpoints.load(folder).config.attention_multiplier == 0.0625
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [

@@ -187,6 +187,10 @@ def test_mixed_layers():
             r"same in .* of attention\.hybrid\.layers, got {'far': \['ntk'\], 'softmax_rope': \['none'\]}",
         ),
         (
+            "attention.stick_breaking.scale=0.1",
+            r"scale must be the same in .*\.hybrid\.layers, got {'stick_breaking': 0\.1, 'softmax_rope': None}",
+        ),
+        (
             "data={kind: recall, num_pairs: 4, num_keys: 8, num_values: 8}",
             r"attention\.softmax_rope\.evaluated_scalings",
         ),
@@ -345,6 +349,7 @@ REFUSALS = {
         r"unknown field attention\.softmax_rope\.head_norm, got True\. Known fields: kind, position"
     ),
     "attention.stick_breaking.logits=cosine": r"stick_breaking\.logits must be 'dot' or 'euclidean', got 'cosine'",
+    "attention.stick_breaking.scale=0": r"attention\.stick_breaking\.scale must be greater than 0, got 0",
     "attention.stick_breaking.forget_gate_loss=0.1": r"forget_gate_loss = 0\.1 contradicts .*\.forget_gate = False",
     "attention.softmax_rope.window=0": r"attention\.softmax_rope\.window must be greater than 0, got 0",
     "attention.softmax_rope={position: none, evaluated_scalings: [ntk]}": r"\['ntk'\] contradicts .*position = 'none'",

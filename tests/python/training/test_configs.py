@@ -120,6 +120,16 @@ def test_variants_of_attention(name, one_rank):
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 
+@pytest.mark.parametrize(
+    ("logits", "scale", "expected"), [("dot", 0.3, 0.3), ("euclidean", 0.3, 0.3), ("dot", None, 0.25)]
+)
+def test_scale_of_the_logits(logits, scale, expected, one_rank):
+    chosen = f"attention.stick_breaking={json.dumps({'logits': logits, 'scale': scale})}"
+    config = load("tiny_context_extension", [*ALONE["tiny_context_extension"], "model.head_dim=16", chosen])
+    model = build_model(config, "stick_breaking", config.stages[0], config.vocab_size)
+    assert {layer.self_attention.core_attention.scale for layer in model.decoder.layers} == {expected}
+
+
 def test_mixed_layers(one_rank):
     """Each layer is built from its entry, and the weights are those that are counted."""
     entries = {"kept": VARIANTS["gates and distances"], "near": VARIANTS["fire"]}
