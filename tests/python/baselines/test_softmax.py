@@ -12,19 +12,9 @@ from support.softmax import cu_seqlens_of, make_inputs
 from torch.func import functional_call
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from megatron_sb.baselines.softmax import FireBias, RotaryScaling, SoftmaxAttention, alibi_slopes, kernels, offsets
-from megatron_sb.baselines.softmax.positions import rotary_cos_sin
+from megatron_sb.baselines.softmax import RotaryScaling, SoftmaxAttention, kernels, offsets
 
-# ALiBi's slopes as the paper prints them, by number of heads.
-SLOPES = {
-    1: [2**-8],
-    2: [2**-4, 2**-8],
-    3: [2**-4, 2**-8, 2**-2],
-    4: [2**-2, 2**-4, 2**-6, 2**-8],
-    6: [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3],
-    8: [2**-1, 2**-2, 2**-3, 2**-4, 2**-5, 2**-6, 2**-7, 2**-8],
-    12: [2**-1, 2**-2, 2**-3, 2**-4, 2**-5, 2**-6, 2**-7, 2**-8, 2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5],
-}
+ALIBI_SLOPES = [2**-2, 2**-4, 2**-6, 2**-8]  # of four heads, as the paper prints them
 LINEAR, NTK = RotaryScaling("linear", 4.0), RotaryScaling("ntk", 2.5)
 # With 8 channels and the default base, pairs 0 and 1 are kept, 2 is half and 3 is wholly stretched.
 YARN = RotaryScaling("yarn", 8.0, trained_context=3000)
@@ -112,7 +102,7 @@ def expected_head(q, k, v, head, weights, options, scaling):
         scores = q @ k.T
     scores = scores * options.get("scale", 1 / math.sqrt(q.shape[1]))
     if position == "alibi":
-        scores = scores - SLOPES[4][head] * torch.tensor([[j - i for i in range(length)] for j in range(length)])
+        scores = scores - ALIBI_SLOPES[head] * torch.tensor([[j - i for i in range(length)] for j in range(length)])
     if position == "fire":
         scores = scores + fire_bias(weights, length, head, options.get("fire_threshold", 512.0))
     gamma = options.get("stable_mask_gamma")
@@ -320,37 +310,6 @@ def test_half_precision():
 def test_grouped_heads(kv_heads):
     options, inputs = {"position": "alibi", "window": 3}, make_inputs(1, 6, kv_heads=kv_heads)
     assert_same(make_module(options), inputs, lambda *args: expected_dense(*args, options))
-
-
-@pytest.mark.parametrize(("base", "trained_context", "factor"), [(10000.0, 1024, 32.0), (500.0, 4096, 1.5)])
-def test_yarn_is_that_of_transformers(base, trained_context, factor):
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-    yarn = {"rope_type": "yarn", "rope_theta": base, "factor": factor}
-    config = llama.LlamaConfig(
-        head_dim=64,
-        max_position_embeddings=int(factor * trained_context),
-        rope_parameters=yarn | {"original_max_position_embeddings": trained_context},
-    )
-    rows = torch.arange(200)
-    expected = llama.LlamaRotaryEmbedding(config)(torch.zeros((), dtype=torch.float64), rows[None])
-    scaling = RotaryScaling("yarn", factor, trained_context)
-    found = rotary_cos_sin((len(rows),), 64, base, scaling, torch.float64, torch.device("cpu"))
-    for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x[:, 0], y[0, :, :32], rtol=1e-4, atol=1e-4)  # its angles are computed in float32
-
-
-@pytest.mark.parametrize("num_heads", SLOPES)
-def test_alibi_slopes(num_heads):
-    assert alibi_slopes(num_heads) == pytest.approx(SLOPES[num_heads], rel=1e-15)
-
-
-def test_fire_starts_as_in_the_paper():
-    module = FireBias(4, dtype=torch.float64)
-    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-    layers = {"hidden.weight": (32, 1), "hidden.bias": (32,), "out.weight": (4, 32), "out.bias": (4,)}
-    assert shapes == {"c": (), "threshold_factor": (), **layers}
-    assert (module.c.item(), module.threshold_factor.item(), module.threshold) == (0.1, 1.0, 512.0)
-    assert {p.dtype for p in module.parameters()} == {torch.float64}
 
 
 def test_fire_in_bfloat16_distinguishes_positions():

@@ -40,7 +40,7 @@ EVERYTHING = (
 )
 CHECKS = {
     2: (
-        "same_answer_as_one_rank_in_short",
+        "same_answer_as_one_rank",
         "same_answer_at_2k",
         "streams_of_any_length",
         "a2a_gives_the_bits_of_one_rank",

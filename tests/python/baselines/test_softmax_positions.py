@@ -1,0 +1,49 @@
+"""Position encodings of softmax attention, each alone: YaRN's angles, ALiBi's slopes, and how FIRE starts."""
+
+import pytest
+import torch
+
+from megatron_sb.baselines.softmax import FireBias, RotaryScaling, alibi_slopes
+from megatron_sb.baselines.softmax.positions import rotary_cos_sin
+
+# ALiBi's slopes as the paper prints them, by number of heads.
+SLOPES = {
+    1: [2**-8],
+    2: [2**-4, 2**-8],
+    3: [2**-4, 2**-8, 2**-2],
+    4: [2**-2, 2**-4, 2**-6, 2**-8],
+    6: [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3],
+    8: [2**-1, 2**-2, 2**-3, 2**-4, 2**-5, 2**-6, 2**-7, 2**-8],
+    12: [2**-1, 2**-2, 2**-3, 2**-4, 2**-5, 2**-6, 2**-7, 2**-8, 2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5],
+}
+
+
+@pytest.mark.parametrize(("base", "trained_context", "factor"), [(10000.0, 1024, 32.0), (500.0, 4096, 1.5)])
+def test_yarn_is_that_of_transformers(base, trained_context, factor):
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    yarn = {"rope_type": "yarn", "rope_theta": base, "factor": factor}
+    config = llama.LlamaConfig(
+        head_dim=64,
+        max_position_embeddings=int(factor * trained_context),
+        rope_parameters=yarn | {"original_max_position_embeddings": trained_context},
+    )
+    rows = torch.arange(200)
+    expected = llama.LlamaRotaryEmbedding(config)(torch.zeros((), dtype=torch.float64), rows[None])
+    scaling = RotaryScaling("yarn", factor, trained_context)
+    found = rotary_cos_sin((len(rows),), 64, base, scaling, torch.float64, torch.device("cpu"))
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x[:, 0], y[0, :, :32], rtol=1e-4, atol=1e-4)  # its angles are computed in float32
+
+
+@pytest.mark.parametrize("num_heads", SLOPES)
+def test_alibi_slopes(num_heads):
+    assert alibi_slopes(num_heads) == pytest.approx(SLOPES[num_heads], rel=1e-15)
+
+
+def test_fire_starts_as_in_the_paper():
+    module = FireBias(4, dtype=torch.float64)
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    layers = {"hidden.weight": (32, 1), "hidden.bias": (32,), "out.weight": (4, 32), "out.bias": (4,)}
+    assert shapes == {"c": (), "threshold_factor": (), **layers}
+    assert (module.c.item(), module.threshold_factor.item(), module.threshold) == (0.1, 1.0, 512.0)
+    assert {p.dtype for p in module.parameters()} == {torch.float64}
