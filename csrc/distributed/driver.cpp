@@ -76,8 +76,9 @@ std::vector<Tensor> initial_prefixes(const SegmentTables& tables, const GroupRec
 
 RankOutput forward_with(KeySource& keys, const RankCall& call, bool keep_records) {
     const SegmentTables& tables = call.plan.tables(call.comm);
-    // The output of a single block is the result. The outputs of several blocks are summed in the accumulation type.
-    const auto o_type = tables.segments.size() == 1 ? call.q.scalar_type() : ops::accumulation_type(call.q);
+    // The output of one block can be the result. The outputs of several blocks are summed in the accumulation type.
+    const bool one_block = tables.segments.size() == 1 && is_whole(tables, call.q.size(1));
+    const auto o_type = one_block ? call.q.scalar_type() : ops::accumulation_type(call.q);
     RankOutput result;
     std::vector<Tensor> o, mass;  // by group of KV heads
     for (int group = 0; group < keys.num_groups(); ++group) {

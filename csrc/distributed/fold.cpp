@@ -93,9 +93,13 @@ at::Tensor run_rows(const at::Tensor& x, int64_t dim, const plan::Run& run) {
     return x.narrow(dim, run.row_begin, run.num_rows);
 }
 
+bool is_whole(const SegmentTables& tables, int64_t rows) {
+    return tables.runs.size() == 1 && tables.runs[0].num_rows == rows;
+}
+
 Partial fold_runs(const SegmentTables& tables, const std::vector<Partial>& partials, const Tensor& q, int64_t d_v,
                   double mass_threshold, GroupRecord* record) {
-    if (partials.size() == 1 && tables.runs[0].num_rows == q.size(1)) {
+    if (is_whole(tables, q.size(1))) {
         if (record != nullptr) record->mass_in.resize(1), record->older_o.resize(1);
         return partials[0];
     }

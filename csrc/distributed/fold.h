@@ -17,9 +17,12 @@ struct Partial {
     at::Tensor mass;  // (b, h, rows)
 };
 
-// Folds `partials`, one for each run of `tables`, newest first, for each row of q. The sums are in the accumulation
-// type, the output is in this type or in q's dtype. May overwrite the partials. d_v: the head_dim of v. If `record` is
-// not null, fills its mass_in and older_o.
+// Whether there is one run that has all `rows` of q. Its result is then that of the fold.
+bool is_whole(const SegmentTables& tables, int64_t rows);
+
+// Folds `partials`, one for each run of `tables`, newest first, for each row of q. The partials and the sums are in the
+// accumulation type, the output is in this type or in q's dtype; if is_whole(), in that of the partial. May overwrite
+// the partials. d_v: the head_dim of v. If `record` is not null, fills its mass_in and older_o.
 //
 // When the mass of a row falls below mass_threshold, older runs contribute nothing to the row, as in a kernel. This
 // also keeps a NaN among the older keys out of the row.

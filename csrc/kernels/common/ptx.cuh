@@ -93,6 +93,14 @@ __device__ inline float2 unpack(uint32_t pair) {
     else
         return __half22float2(__half2(__ushort_as_half(uint16_t(pair)), __ushort_as_half(uint16_t(pair >> 16))));
 }
+// Stores four neighbours, rounded to T, in one piece.
+template <class T>
+__device__ inline void store_four(T* to, const float4& x) {
+    if constexpr (std::is_same_v<T, float>)
+        *reinterpret_cast<float4*>(to) = x;
+    else
+        *reinterpret_cast<uint2*>(to) = make_uint2(pack<T>(x.x, x.y), pack<T>(x.z, x.w));
+}
 
 __device__ inline float exp2_approximate(float x) {
     float y;

@@ -70,7 +70,7 @@ template <class T>
 __device__ void write_output(const Params& p, const QueryRows& rows, int row, int column, const float4& x) {
     T* const to = static_cast<T*>(p.o.data) + rows.batch * p.o.batch_stride + rows.query(row) * p.o.row_stride +
                   rows.head(row) * p.o.head_stride + column;
-    *reinterpret_cast<uint2*>(to) = make_uint2(common::pack<T>(x.x, x.y), common::pack<T>(x.z, x.w));
+    common::store_four(to, x);
 }
 
 __device__ void write_mass(const Params& p, const QueryRows& rows, int row, float mass) {

@@ -17,16 +17,6 @@ struct Place {
 };
 
 template <class T>
-__device__ void write_columns(void* tensor, int64_t at, const float4& x) {
-    *reinterpret_cast<uint2*>(static_cast<T*>(tensor) + at) =
-        make_uint2(common::pack<T>(x.x, x.y), common::pack<T>(x.z, x.w));
-}
-template <>
-__device__ void write_columns<float>(void* tensor, int64_t at, const float4& x) {
-    *reinterpret_cast<float4*>(static_cast<float*>(tensor) + at) = x;
-}
-
-template <class T>
 class FoldedRow {
   public:
     __device__ FoldedRow(const Params& params, const Place& place) : p_(params), at_(place) {}
@@ -81,7 +71,7 @@ class FoldedRow {
             sum = make_float4(fmaf(weights_[n], o.x, sum.x), fmaf(weights_[n], o.y, sum.y),
                               fmaf(weights_[n], o.z, sum.z), fmaf(weights_[n], o.w, sum.w));
         }
-        write_columns<T>(p_.o, in_o(p_.rows, 0), sum);
+        common::store_four(static_cast<T*>(p_.o) + in_o(p_.rows, 0), sum);
     }
 
     const Params& p_;

@@ -17,16 +17,17 @@ constexpr int kSumThreads = 256;
 static_assert(TileParts::kMostParts <= 32, "a warp tests has_sums of one part in each lane");
 constexpr int kKeysOfBlock = 16;  // keys of a tile that a thread block handles: enough blocks for all multiprocessors
 
-// Writes four columns of a gradient. With `add`, which only an fp32 gradient can have, adds to them.
-template <class Element>
-__device__ void write_columns(Element* to, const float4& x, bool = false) {
-    alignas(8) const Element rounded[4] = {Element(x.x), Element(x.y), Element(x.z), Element(x.w)};
-    *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(rounded);
+__device__ float4 operator+(const float4& a, const float4& b) {
+    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
-__device__ void write_columns(float* to, const float4& x, bool add = false) {
-    float4* const four = reinterpret_cast<float4*>(to);
-    const float4 before = add ? *four : make_float4(0.f, 0.f, 0.f, 0.f);
-    *four = make_float4(before.x + x.x, before.y + x.y, before.z + x.z, before.w + x.w);
+
+// Writes four columns of dq, or adds them to what is there. Only an fp32 gradient can be added to.
+template <class T>
+__device__ void write_columns(T* to, const float4& x, bool add) {
+    if constexpr (std::is_same_v<T, float>) {
+        if (add) return store_four(to, x + *reinterpret_cast<const float4*>(to));
+    }
+    store_four(to, x);
 }
 
 // The sum of four columns over the parts in the mask `present`, in the order of the parts.
@@ -41,8 +42,7 @@ __device__ float4 sum_of_parts(const float* partial, int64_t part_stride, uint32
             x[i] = present != 0 ? __ldcs(reinterpret_cast<const float4*>(at)) : make_float4(0.f, 0.f, 0.f, 0.f);
         }
 #pragma unroll
-        for (int i = 0; i < kLoads; ++i)
-            sum = make_float4(sum.x + x[i].x, sum.y + x[i].y, sum.z + x[i].z, sum.w + x[i].w);
+        for (int i = 0; i < kLoads; ++i) sum = sum + x[i];
     }
     return sum;
 }
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kSumThreads)
         if (column >= width) return;
         const int64_t at = plan.partial_row(p.sizes, 0, kv_head, row) * columns + column;
         const int64_t out = batch * to.batch_stride + head * to.head_stride + row * to.row_stride + column;
-        write_columns(static_cast<Out*>(to.data) + out, sum_of_parts(partial + at, part_stride, present));
+        store_four(static_cast<Out*>(to.data) + out, sum_of_parts(partial + at, part_stride, present));
     };
     const auto add_gate = [&](int row) {
         const int64_t at = plan.partial_row(p.sizes, 0, kv_head, row), stride = part_stride / columns;

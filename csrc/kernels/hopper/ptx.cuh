@@ -17,6 +17,7 @@ using common::min_nan;
 using common::pack;
 using common::reciprocal;
 using common::shared_address;
+using common::store_four;
 using common::wait_for_previous_kernel;
 
 // ---- barriers: arrivals on an mbarrier release, waits acquire, both at the scope of the CTA -------------------------
