@@ -26,9 +26,10 @@ PYTHON312 ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin
 	$$python -c 'import sys; print(sys.executable)' 2>/dev/null && break; done)
 VENV312 := .venv312
 MEGATRON312 ?= megatron-core==0.19.2
-# The tests that depend on Megatron-Core's release.
-TESTS312 := $(addprefix tests/python/,megatron training/test_engine.py training/test_softmax_core_attention.py \
-	checkpoints/test_megatron_checkpoints.py)
+# The tests that depend on Megatron-Core's release. Of the engine's, those of Megatron's own gradients, optimizer and
+# checkpoints.
+TESTS312 := $(addprefix tests/python/,megatron training/test_softmax_core_attention.py \
+	training/test_engine.py::test_megatrons_optimizer_and_checkpoints checkpoints/test_megatron_checkpoints.py)
 # `make check` runs these, and the test files that differ from the last commit.
 CORE_TESTS := $(addprefix tests/python/,package/test_floors.py ops/test_accuracy.py ops/test_gradients.py \
 	ops/test_bad_input.py ops/test_varlen.py nn training/test_config.py)
@@ -48,14 +49,15 @@ CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES))
 # clang-format without a file would wait for one on standard input.
 CLANG_FORMAT = $(if $(CXX_FILES),$(BIN)/clang-format,$(error there are no C++ files in $(SOURCE_ROOTS)))
 
-.PHONY: train test check docs wheels test-cpp test-python test-megatron-3.12 test-gpu gpu-suite lint format build clean
+.PHONY: train test check docs wheels test-cpp test-python bytecode bytecode-3.12 test-megatron-3.12 test-gpu \
+	gpu-suite lint format build clean
 
 train: $(VENV)/.built
 	$(BIN)/megatron-sb train $(CONFIG)
 
 # The C++ tests leave a core free. Meanwhile it prepares the second environment, which takes as long as they do.
 test: $(VENV)/.built
-	$(MAKE) --output-sync=target -j 3 lint test-cpp $(BUILT312)
+	$(MAKE) --output-sync=target -j 3 lint test-cpp bytecode $(BUILT312) $(if $(BUILT312),bytecode-3.12)
 	$(MAKE) test-python
 	$(MAKE) test-megatron-3.12
 
@@ -71,6 +73,12 @@ test-cpp: $(VENV)/.built
 test-python: $(VENV)/.built
 	$(BIN)/python $(PYTEST)
 
+# Python compiles a module when it is first imported: half a minute for those of the tests. The workers of pytest would
+# all compile the same ones at the same time. Errors of an import are reported by the tests.
+COMPILE_IMPORTED = python -m pytest --collect-only -qq >/dev/null 2>&1
+bytecode: $(VENV)/.built
+	-$(BIN)/$(COMPILE_IMPORTED)
+
 BUILT312 := $(if $(PYTHON312),$(VENV312)/.built)
 ifeq ($(PYTHON312),)
 test-megatron-3.12:
@@ -78,6 +86,8 @@ test-megatron-3.12:
 else
 test-megatron-3.12: $(BUILT312)
 	$(VENV312)/bin/python $(PYTEST) $(TESTS312)
+bytecode-3.12: $(BUILT312)
+	-$(VENV312)/bin/$(COMPILE_IMPORTED) $(TESTS312)
 endif
 
 test-gpu: $(VENV)/.built

@@ -35,6 +35,7 @@ def collect() -> dict[str, Any]:
         "build": {
             "cuda": build["cuda"],
             "cuda_architectures": [f"sm_{architecture}" for architecture in build["cuda_architectures"]],
+            "fast_compile": build["fast_compile"],
             "compiler": build["compiler"],
             "torch": torch.ops.megatron_sb.torch_version(),
             "torch_versions": [*library.libraries()],
@@ -120,6 +121,8 @@ def to_text(facts: dict[str, Any]) -> str:
     """Return the facts of `collect` as lines for people."""
     build, torch_facts, python, cpu = (facts[name] for name in ("build", "torch", "python", "cpu"))
     built = f"CUDA {build['cuda']}, machine code for {', '.join(build['cuda_architectures'])}"
+    if build["fast_compile"]:
+        built += ". MOST GPU KERNELS ARE SLOW. For fast ones, build without SB_FAST_COMPILE."
     if build["cuda"] is None:
         built = "CPU BUILD without GPU kernels. To get them, build with nvcc and a CUDA build of torch."
     versions = ", ".join(build["torch_versions"])

@@ -25,8 +25,8 @@ PyObject* build_info(PyObject*, PyObject*) {
 #else
     const char* cuda = nullptr;  // None
 #endif
-    return Py_BuildValue("{s:s, s:s, s:z, s:N}", "version", SB_VERSION, "compiler", SB_COMPILER, "cuda", cuda,
-                         "cuda_architectures", architectures());
+    return Py_BuildValue("{s:s, s:s, s:z, s:N, s:N}", "version", SB_VERSION, "compiler", SB_COMPILER, "cuda", cuda,
+                         "cuda_architectures", architectures(), "fast_compile", PyBool_FromLong(SB_FAST_COMPILE));
 }
 
 PyMethodDef functions[] = {{"build_info", build_info, METH_NOARGS, "Return how this package was built."}, {}};

@@ -1,5 +1,6 @@
 // The instances of the forward and the backward kernel: bf16 and fp16, with the columns of hopper.h, with and without
-// forget gates. Each file of instances/ compiles those of one direction and one number of columns.
+// forget gates. CMake writes a source for those of each direction, number of columns and type
+// (cmake/SbHopperInstances.cmake).
 #pragma once
 
 #include <cuda_bf16.h>

@@ -19,8 +19,10 @@ from megatron_sb.ops import library
 
 ROOT = Path(__file__).parents[3]
 NVCC = os.environ.get("CUDACXX") or shutil.which("nvcc")
-CPU_BUILD = library.BuildInfo(version="0.1.0", cuda=None, cuda_architectures=[], compiler="GNU 12.2.0")
-CUDA_BUILD = library.BuildInfo(version="0.1.0", cuda="13.0.88", cuda_architectures=[80, 90], compiler="GNU 12.2.0")
+CPU_BUILD = library.BuildInfo(
+    version="0.1.0", cuda=None, cuda_architectures=[], fast_compile=False, compiler="GNU 12.2.0"
+)
+CUDA_BUILD = CPU_BUILD | {"cuda": "13.0.88", "cuda_architectures": [80, 90]}
 LIBRARIES = {version: Path(f"lib/torch{version}/libmegatron_sb_ops.so") for version in ("2.9", "2.11")}
 
 

@@ -5,11 +5,15 @@ from support.launch import run_worker
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def alone(tmp_path_factory):
+    """{family: {"one rank": results}}."""
+    return run_worker("training_layouts.py", 1, tmp_path_factory.mktemp("layouts") / "one.json")
+
+
+@pytest.fixture(scope="module")
+def runs(alone, tmp_path_factory):
     """{family: {layout: results}} on four ranks, each family's on one rank as "one rank"; refusals and group counts."""
-    out = tmp_path_factory.mktemp("layouts")
-    alone = run_worker("training_layouts.py", 1, out / "one.json")
-    together = run_worker("training_layouts.py", 4, out / "four.json")
+    together = run_worker("training_layouts.py", 4, tmp_path_factory.mktemp("layouts") / "four.json")
     return together | {family: together[family] | alone[family] for family in alone}
 
 
@@ -45,12 +49,12 @@ def test_every_layout_gives_the_training_of_one_rank(runs, family, num_layouts):
     assert_same_training(layouts, expected, 2e-5, 1e-4)
 
 
-def test_megatrons_optimizer_and_checkpoints(runs, tmp_path):
+def test_megatrons_optimizer_and_checkpoints(alone, tmp_path):
     """Megatron's gradients, distributed optimizer and checkpoints on CPUs; other layouts take the last step."""
     together = run_worker("training_layouts.py", 4, tmp_path / "four.json", "megatron")
     assert sum(map(len, together.values())) == 6
     for family, layouts in together.items():
-        assert_same_training(layouts, runs[family]["one rank"], 2e-5, 1e-4)
+        assert_same_training(layouts, alone[family]["one rank"], 2e-5, 1e-4)
 
 
 @pytest.mark.multigpu
