@@ -57,6 +57,11 @@ ops::BlockOptions options_of_heads(const RankCall& call, HeadRange kv_heads) {
     return ops::from_head(call.options, kv_heads.begin * (call.q.size(2) / call.k.size(2)));
 }
 
+// Whether a single block of keys has all rows of q, so that its results are those of the rank.
+bool is_one_block(const SegmentTables& tables, const Tensor& q) {
+    return tables.segments.size() == 1 && is_whole(tables, q.size(1));
+}
+
 // Returns the prefix with which each run starts at its oldest block, for the query heads of one group.
 std::vector<Tensor> initial_prefixes(const SegmentTables& tables, const GroupRecord& record, const Tensor& d_o,
                                      const Tensor& oldest_prefix) {
@@ -76,9 +81,8 @@ std::vector<Tensor> initial_prefixes(const SegmentTables& tables, const GroupRec
 
 RankOutput forward_with(KeySource& keys, const RankCall& call, bool keep_records) {
     const SegmentTables& tables = call.plan.tables(call.comm);
-    // The output of one block can be the result. The outputs of several blocks are summed in the accumulation type.
-    const bool one_block = tables.segments.size() == 1 && is_whole(tables, call.q.size(1));
-    const auto o_type = one_block ? call.q.scalar_type() : ops::accumulation_type(call.q);
+    // The output of one block is the result. The outputs of several blocks are summed in the accumulation type.
+    const auto o_type = is_one_block(tables, call.q) ? call.q.scalar_type() : ops::accumulation_type(call.q);
     RankOutput result;
     std::vector<Tensor> o, mass;  // by group of KV heads
     for (int group = 0; group < keys.num_groups(); ++group) {
@@ -119,9 +123,7 @@ RankOutput forward_with(KeySource& keys, const RankCall& call, bool keep_records
 Tensor backward_with(KeySource& keys, const RankCall& call, const Tensor& d_o, const Tensor& oldest_prefix,
                      const std::vector<GroupRecord>& records, at::ScalarType type) {
     const SegmentTables& tables = call.plan.tables(call.comm);
-    // A single block with all rows writes dq. Several blocks add to it.
-    const bool one_block =
-        tables.segments.size() == 1 && tables.runs.size() == 1 && tables.runs[0].num_rows == call.q.size(1);
+    const bool one_block = is_one_block(tables, call.q);  // which writes dq. Several blocks add to it
     const auto dq_options = call.q.options().dtype(type);
     const Tensor dq = one_block ? at::empty(call.q.sizes(), dq_options) : at::zeros(call.q.sizes(), dq_options);
     for (int group = 0; group < keys.num_groups(); ++group) {

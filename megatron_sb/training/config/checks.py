@@ -212,7 +212,8 @@ def _mixed_problems(config: TrainingConfig, attention: MixedAttentionConfig, pat
                 f"attention.{name}.global_interval = {entry.global_interval} contradicts {path}.layers: there each "
                 "layer has a name of its own"
             )
-    scales = {name: getattr(entries[name], "scale", None) for name in names}
+    with_logits = [name for name in names if not isinstance(entries[name], GatedDeltaNetConfig)]
+    scales = {name: getattr(entries[name], "scale", None) for name in with_logits}
     if len(set(scales.values())) > 1:
         yield f"scale must be the same in all entries of {path}.layers, got {scales}"
     if len(set(rotary.values())) > 1:

@@ -311,6 +311,11 @@ class TrainingConfig(Section):
         """Return whether a layer of a model has stick-breaking attention."""
         return any(isinstance(each, StickBreakingAttentionConfig) for each in self.attention_of_layers(model))
 
+    def scale_of_logits(self, model: str) -> float | None:
+        """Return the factor of the logits of a model, the same in all layers that have logits; None for the default."""
+        layers = self.attention_of_layers(model)
+        return next((each.scale for each in layers if isinstance(each, StickBreakingAttentionConfig)), None)
+
     def data_parallel_size(self, stage: StageConfig) -> int:
         """Return the number of ranks, or groups of ranks, that train on different rows."""
         shared = self.parallel.tensor_parallel_size * stage.context_parallel_size

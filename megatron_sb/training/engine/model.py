@@ -138,7 +138,7 @@ def _transformer_config(config: TrainingConfig, model: str, stage: StageConfig, 
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        softmax_scale=getattr(config.attention_of_layers(model)[0], "scale", None),  # the same in all layers
+        softmax_scale=config.scale_of_logits(model),
         use_cpu_initialization=True,  # the same weights on every device
         bf16=sizes.precision == "bf16",
         params_dtype=torch.bfloat16 if sizes.precision == "bf16" else torch.float32,

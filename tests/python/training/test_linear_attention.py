@@ -94,6 +94,11 @@ def test_refused_by_name(job, override):
         load_config(job, [*HYBRID, override])
 
 
+def test_the_scale_is_that_of_the_layers_with_logits(job):
+    config = load_config(job, [*HYBRID, "attention.stick_breaking.scale=0.1"])
+    assert config.layers_of("hybrid") == ("delta", "stick_breaking") and config.scale_of_logits("hybrid") == 0.1
+
+
 def test_a_missing_package_is_an_error_before_anything_runs(job, monkeypatch):
     config = load_config(job, HYBRID)
     assert [field for field, _ in needs_gpu(config)] == ["attention.delta.kind = 'gated_delta_net'"]
