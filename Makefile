@@ -73,11 +73,11 @@ test-cpp: $(VENV)/.built
 test-python: $(VENV)/.built
 	$(BIN)/python $(PYTEST)
 
-# Python compiles a module when it is first imported: half a minute for those of the tests. The workers of pytest would
-# all compile the same ones at the same time. Errors of an import are reported by the tests.
-COMPILE_IMPORTED = python -m pytest --collect-only -qq >/dev/null 2>&1
+# Python compiles a module when it is first imported: half a minute for those of the tests and of their fork server. The
+# workers of pytest would all compile the same ones at the same time. Errors of an import are reported by the tests.
+COMPILE_IMPORTED = python -m pytest --collect-only -qq -p support.preload >/dev/null 2>&1
 bytecode: $(VENV)/.built
-	-$(BIN)/$(COMPILE_IMPORTED)
+	-PYTHONPATH=tests/python $(BIN)/$(COMPILE_IMPORTED)
 
 BUILT312 := $(if $(PYTHON312),$(VENV312)/.built)
 ifeq ($(PYTHON312),)
@@ -87,7 +87,7 @@ else
 test-megatron-3.12: $(BUILT312)
 	$(VENV312)/bin/python $(PYTEST) $(TESTS312)
 bytecode-3.12: $(BUILT312)
-	-$(VENV312)/bin/$(COMPILE_IMPORTED) $(TESTS312)
+	-PYTHONPATH=tests/python $(VENV312)/bin/$(COMPILE_IMPORTED) $(TESTS312)
 endif
 
 test-gpu: $(VENV)/.built

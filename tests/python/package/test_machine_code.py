@@ -23,14 +23,16 @@ def cuobjdump() -> Path:
     return Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
-def instructions_of_kernels(folder: Path) -> dict[str, list[tuple[int, str]]]:
+def instructions_of_kernels(folder: Path, word: bytes) -> dict[str, list[tuple[int, str]]]:
     """Return (address, instruction) of the kernels of csrc/kernels/hopper, by mangled name. Writes files to `folder`.
 
-    Only these kernels can have products (HGMMA): CMakeLists.txt compiles no others for sm_90a.
+    Only these kernels can have products (HGMMA): CMakeLists.txt compiles no others for sm_90a. Files without `word` are
+    left out.
     """
     options = {"cwd": folder, "capture_output": True, "text": True, "check": True, "timeout": 120}
     subprocess.run([cuobjdump(), "-xelf", "sm_90", KERNELS], **options)
-    hopper = [path for path in sorted(folder.glob("*.cubin")) if b"6hopper" in path.read_bytes()]
+    cubins = {path: path.read_bytes() for path in sorted(folder.glob("*.cubin"))}
+    hopper = [path for path, data in cubins.items() if b"6hopper" in data and word in data]
     text = "\n".join(subprocess.run([cuobjdump(), "-sass", path], **options).stdout for path in hopper)
     kernels = re.split(r"\n\s*Function : ", text)[1:]
     return {
@@ -77,10 +79,9 @@ def kernels(tmp_path_factory):
     """
     if 90 not in ARCHITECTURES:
         pytest.skip("needs a build with the Hopper kernels")
-    found = instructions_of_kernels(tmp_path_factory.mktemp("cubins"))
-    found = {name: code for name, code in found.items() if any("HGMMA" in i for _, i in code)}
-    if FAST_COMPILE:
-        found = {name: code for name, code in found.items() if "nv_bfloat16" in name}
+    word = "nv_bfloat16" if FAST_COMPILE else ""
+    found = instructions_of_kernels(tmp_path_factory.mktemp("cubins"), word.encode())
+    found = {name: code for name, code in found.items() if word in name and any("HGMMA" in i for _, i in code)}
     # 64, 72, 96, 128 and 136 columns with and without forget gates, 192 and 256 without
     assert len(found) >= (24 if FAST_COMPILE else 48)
     return found

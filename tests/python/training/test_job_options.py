@@ -404,7 +404,7 @@ def test_a_new_epoch_is_logged(config, tmp_path):
     (tmp_path / "texts").mkdir()
     for index in range(60):
         (tmp_path / "texts" / f"{index:02d}.txt").write_bytes(bytes([65 + index % 26]) * 99)
-    short = ["compare=[stick_breaking]", "stages.0.steps=12", "stages.1.steps=10", "evaluation.longest=64"]
+    short = ["compare=[stick_breaking]", "stages.0.steps=24", "stages.1.steps=10", "evaluation.longest=64"]
     short += [f"data.paths=[{tmp_path / 'texts'}]", "report.tensorboard=false"]
     status, output, errors = train(config, *short, "--out", tmp_path / "out")
     assert status == 0, errors
