@@ -3,17 +3,18 @@
 The model is megatron_sb.planning.context_parallel. This script compares it with records, and prints tables for more
 ranks than were measured.
 
-Compared with the medians on 2 and on 4 H200s of 2026-11-28, no dense row is off by more than 7%. The largest errors:
+No dense row of the records below is off by more than 7%, except p2p on 4 H200s, which had more passes over memory when
+it was measured. The largest errors:
 
-- the forward of a2a and all_gather at 16K rows took 6% to 7% less than predicted;
-- on the machine with 4 GPUs, one GPU at 16K took up to 6% longer, p2p forward and backward at 64K 6% less.
+- on 2 GPUs at 16K the forward of p2p took 7% longer than predicted; at 64K that of all_gather 6% to 7%;
+- on 4 GPUs at 16K the forward of a2a and all_gather took 6% to 7% less, one GPU up to 6% longer.
 
-Back to back, the model is within 8% from 64K rows on, and p2p of 16K rows on 4 GPUs, which the host limits. At 16K it
-predicts up to 13% too few TFLOP/s for the rest: the model assumes that the power limit lowers the clocks, and with
-several GPUs at 16K it hardly did.
+Back to back, on 2026-11-28, the model was within 8% from 64K rows on, and p2p of 16K rows on 4 GPUs, which the host
+limited. At 16K it predicted up to 13% too few TFLOP/s for the rest: the model assumes that the power limit lowers the
+clocks, and with several GPUs at 16K it hardly did.
 
+python benchmarks/context_parallel_model.py compare benchmarks/results/2026-11-29-2xh200-context-parallel.json
 python benchmarks/context_parallel_model.py compare benchmarks/results/2026-11-28-4xh200-context-parallel.json
-python benchmarks/context_parallel_model.py compare benchmarks/results/2026-11-28-2xh200-context-parallel.json
 python benchmarks/context_parallel_model.py table
 """
 

@@ -61,8 +61,9 @@ class Machine:
 # back, a forward of 4 steps took 1.16 ms, forward and backward 4.57 ms.
 BACK_TO_BACK = Machine(rest_credit=0.0, host_step=280.0)
 
-# The kernels around the blocks, in the code measured on 2026-11-22. Each entry has the number of kernels, and how often
-# they read or write the bytes of three 16-bit tensors. An fp32 tensor counts twice.
+# The kernels around the blocks, in the code of 2026-11-29: those measured on 2026-11-22, less what p2p and the backward
+# of all_gather no longer do. Each entry has the number of kernels, and how often they read or write the bytes of three
+# 16-bit tensors. An fp32 tensor counts twice.
 #   q    this rank's queries, or a tensor of their size: outputs and their gradients
 #   kv   this rank's keys and values; in a2a repeated if there are fewer KV heads than ranks
 #   all  the keys and values of all ranks
@@ -74,23 +75,20 @@ BACK_TO_BACK = Machine(rest_credit=0.0, host_step=280.0)
 #   sort, sort back   a2a below ROWS_TO_SPLIT rows: before and after the block
 #   own, own back     a2a from ROWS_TO_SPLIT rows on, where ranks send rows to their places: with "send" and "after",
 #                     for the part that stays on this rank
-#   block             p2p: for each block, of half of the rows (a lane)
 #   add               p2p: a block's output is added to the output of its run, by its share of the rows; gradients of
 #                     keys are added to those that arrived
 PASSES = {  # kernels, q, kv, all
     ("p2p", "forward", "start"): (2, 0, 2, 0),  # keys and values into one tensor
-    ("p2p", "forward", "add"): (1, 6, 0, 0),
-    ("p2p", "forward", "end"): (18, 18, 0, 0),  # join the runs; keep tensors for the backward
+    ("p2p", "forward", "add"): (0, 2, 0, 0),  # read by the block's own kernel
+    ("p2p", "forward", "end"): (1, 7, 0, 0),  # fold the runs; keep tensors for the backward
     ("p2p", "backward", "start"): (11, 9, 2, 0),  # zeros for dq; dO . (output of older keys) for two runs
-    ("p2p", "backward", "block"): (1, 0, 2, 0),  # zeros for dk and dv
     ("p2p", "backward", "add"): (1, 0, 6, 0),
     ("p2p", "backward", "end"): (5, 3, 7, 0),  # lanes into one tensor; convert to 16 bits
     ("all_gather", "forward", "send"): (1, 0, 2, 0),  # keys and values into one tensor
     ("all_gather", "forward", "before"): (1, 0, 0, 2),  # rows into the order of the stream
     ("all_gather", "forward", "end"): (2, 2, 0, 0),  # groups of heads into one tensor
-    ("all_gather", "backward", "start"): (2, 2, 0, 0),  # zeros for dq
     ("all_gather", "backward", "send"): (1, 0, 2, 0),
-    ("all_gather", "backward", "before"): (2, 0, 0, 4),  # rows into the order of the stream; zeros for dk and dv
+    ("all_gather", "backward", "before"): (1, 0, 0, 2),  # rows into the order of the stream
     ("all_gather", "backward", "after"): (1, 0, 0, 4),  # rows into the order of the ranks
     ("all_gather", "backward", "end"): (4, 3, 7, 0),  # groups of heads into one tensor; convert to 16 bits
     ("a2a", "forward", "send"): (1, 2, 2, 0),  # heads into the order of the ranks
@@ -276,11 +274,7 @@ class Model:
                 posted = np.where(link > clock, np.maximum(link, clock + lows), clock)
                 ready = link = together(posted) + keys
                 overlap = overlap + ready - posted
-            clock = (
-                clock
-                + self._with_transfer(lows + highs, overlap, self.machine.ring_multiprocessors)
-                + blocks * cost("block", 0.5)
-            )
+            clock = clock + self._with_transfer(lows + highs, overlap, self.machine.ring_multiprocessors)
             if direction == "forward":
                 rows = np.where(low == 4, 1.0, 0.5 * (step > own + 1) * (low == 1)) + 0.5 * (high == 1)
                 clock = clock + np.where(rows > 0, cost("add", rows), 0.0)

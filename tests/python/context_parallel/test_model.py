@@ -95,24 +95,32 @@ def test_number_of_heads_limits_the_ranks_of_a2a(script):
     assert possible == [2, 4, 8, 16, 32]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_predictions_agree_with_measurements(script, ranks, capsys):
-    measured = RESULTS / f"2026-11-28-{ranks}xh200-context-parallel.json"
-    assert script.compare(measured, within=0.1), capsys.readouterr().out
-    names = {(row["name"], ranks) for _, ranks, row in script.measured_rows(measured)}
-    assert names == {(mode, ranks) for mode in MODES} | {("one GPU", 1)}
-    assert not script.compare(measured, within=0.001)
-
-
-def test_predictions_agree_with_other_gpus(script):
-    """H100s, which the model was not fitted to. There p2p of 16K rows takes a little longer than predicted."""
-    rows = script.measured_rows(RESULTS / "2026-11-27-4xh100-context-parallel.json")
-    assert {(row["name"], n) for _, n, row in rows} == {(mode, n) for mode in MODES for n in (2, 4)} | {("one GPU", 1)}
-    for shape, n, row in rows:
-        bound = 0.12 if row["name"] == "p2p" and shape.length == 16384 else 0.1
+@pytest.mark.parametrize(
+    ("record", "modes"),
+    [
+        ("2026-11-29-2xh200", MODES),
+        ("2026-11-28-2xh200", ("all_gather", "a2a")),  # p2p had more passes then
+        ("2026-11-28-4xh200", ("all_gather", "a2a")),
+        ("2026-11-27-4xh100", ("all_gather", "a2a")),  # GPUs that the model was not fitted to
+    ],
+)
+def test_predictions_agree_with_measurements(script, record, modes):
+    rows = [
+        (shape, ranks, row)
+        for shape, ranks, row in script.measured_rows(RESULTS / f"{record}-context-parallel.json")
+        if row["name"] in (*modes, "one GPU")
+    ]
+    assert {row["name"] for _, _, row in rows} == {*modes, "one GPU"} and len(rows) >= 6
+    for shape, ranks, row in rows:
         for call in script.CALLS:
-            predicted = script.predicted_ms(shape, n, row["name"], call)
-            assert abs(predicted / row[call]["ms"] - 1) < bound, (row["what"], row["name"], call)
+            predicted = script.predicted_ms(shape, ranks, row["name"], call)
+            assert abs(predicted / row[call]["ms"] - 1) < 0.1, (row["what"], row["name"], call)
+
+
+def test_the_command_names_rows_that_are_off(script, capsys):
+    measured = RESULTS / "2026-11-29-2xh200-context-parallel.json"
+    assert script.compare(measured, within=0.1) and " off " not in capsys.readouterr().out
+    assert not script.compare(measured, within=0.001) and " off " in capsys.readouterr().out
 
 
 def test_rows_are_sorted_only_below_a_length(time):
