@@ -96,21 +96,22 @@ def test_number_of_heads_limits_the_ranks_of_a2a(script):
 
 
 @pytest.mark.parametrize(
-    ("record", "modes"),
+    ("record", "modes", "gpus"),
     [
-        ("2026-11-29-2xh200", MODES),
-        ("2026-11-28-2xh200", ("all_gather", "a2a")),  # p2p had more passes then
-        ("2026-11-28-4xh200", ("all_gather", "a2a")),
-        ("2026-11-27-4xh100", ("all_gather", "a2a")),  # GPUs that the model was not fitted to
+        ("2026-11-29-2xh200", MODES, (2,)),
+        ("2026-11-28-2xh200", ("all_gather", "a2a"), (2,)),  # p2p had more passes then
+        ("2026-11-28-4xh200", ("all_gather", "a2a"), (4,)),
+        ("2026-11-27-4xh100", ("all_gather", "a2a"), (2, 4)),  # GPUs that the model was not fitted to
     ],
 )
-def test_predictions_agree_with_measurements(script, record, modes):
+def test_predictions_agree_with_measurements(script, record, modes, gpus):
     rows = [
         (shape, ranks, row)
         for shape, ranks, row in script.measured_rows(RESULTS / f"{record}-context-parallel.json")
         if row["name"] in (*modes, "one GPU")
     ]
-    assert {row["name"] for _, _, row in rows} == {*modes, "one GPU"} and len(rows) >= 6
+    expected = {(mode, n) for mode in modes for n in gpus} | {("one GPU", 1)}
+    assert {(row["name"], ranks) for _, ranks, row in rows} == expected
     for shape, ranks, row in rows:
         for call in script.CALLS:
             predicted = script.predicted_ms(shape, ranks, row["name"], call)

@@ -13,7 +13,6 @@ from megatron_sb.ops import library
 
 KERNELS = library.library_path().parents[1] / "libmegatron_sb_kernels.so"
 ARCHITECTURES = library.build_info()["cuda_architectures"]
-FAST_COMPILE = library.build_info()["fast_compile"]
 needs_cuda_build = pytest.mark.skipif(not ARCHITECTURES, reason="needs a build with CUDA")
 
 
@@ -23,16 +22,14 @@ def cuobjdump() -> Path:
     return Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
-def instructions_of_kernels(folder: Path, word: bytes) -> dict[str, list[tuple[int, str]]]:
+def instructions_of_kernels(folder: Path) -> dict[str, list[tuple[int, str]]]:
     """Return (address, instruction) of the kernels of csrc/kernels/hopper, by mangled name. Writes files to `folder`.
 
-    Only these kernels can have products (HGMMA): CMakeLists.txt compiles no others for sm_90a. Files without `word` are
-    left out.
+    Only these kernels can have products (HGMMA): CMakeLists.txt compiles no others for sm_90a.
     """
     options = {"cwd": folder, "capture_output": True, "text": True, "check": True, "timeout": 120}
     subprocess.run([cuobjdump(), "-xelf", "sm_90", KERNELS], **options)
-    cubins = {path: path.read_bytes() for path in sorted(folder.glob("*.cubin"))}
-    hopper = [path for path, data in cubins.items() if b"6hopper" in data and word in data]
+    hopper = [path for path in sorted(folder.glob("*.cubin")) if b"6hopper" in path.read_bytes()]
     text = "\n".join(subprocess.run([cuobjdump(), "-sass", path], **options).stdout for path in hopper)
     kernels = re.split(r"\n\s*Function : ", text)[1:]
     return {
@@ -73,17 +70,13 @@ def test_the_library_has_the_machine_code_that_it_reports():
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    """Return the optimised kernels with products, by name: bf16 and fp16, forward and backward.
-
-    With SB_FAST_COMPILE those of fp16 are not optimised.
-    """
+    """Return the kernels with products, by name: bf16 and fp16, forward and backward."""
     if 90 not in ARCHITECTURES:
         pytest.skip("needs a build with the Hopper kernels")
-    word = "nv_bfloat16" if FAST_COMPILE else ""
-    found = instructions_of_kernels(tmp_path_factory.mktemp("cubins"), word.encode())
-    found = {name: code for name, code in found.items() if word in name and any("HGMMA" in i for _, i in code)}
+    found = instructions_of_kernels(tmp_path_factory.mktemp("cubins"))
+    found = {name: code for name, code in found.items() if any("HGMMA" in i for _, i in code)}
     # 64, 72, 96, 128 and 136 columns with and without forget gates, 192 and 256 without
-    assert len(found) >= (24 if FAST_COMPILE else 48)
+    assert len(found) >= 48
     return found
 
 
