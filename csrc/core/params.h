@@ -67,7 +67,8 @@ struct KeyBlocks {
 };
 
 struct Sizes {
-    Dtype dtype;  // of q, k, v and do. The accumulation type is fp64 for kFloat64 and fp32 for all others
+    Dtype dtype;          // of q, k, v and do. The accumulation type is fp64 for kFloat64 and fp32 for all others
+    int8_t bias_columns;  // of head_dim: kBiasColumns, or 0
     int32_t batch;
     int32_t num_heads;
     int32_t num_kv_heads;  // divides num_heads; query head h reads KV head h / (num_heads / num_kv_heads)
@@ -76,6 +77,15 @@ struct Sizes {
     int32_t head_dim;    // of q and k
     int32_t head_dim_v;  // of v and o
 };
+
+// With bias columns, the last kBiasColumns of the head_dim columns of q and k hold biases: those of q a number in
+// kGateParts columns and then as many *ones*, those of k ones and then a number. The last two are 0. A one is
+// bias_unit(). The gradient of a number is that of its first column. Nobody reads the others, so a kernel need not
+// compute them. It can also treat bias columns as other columns.
+inline constexpr int kBiasColumns = 8;
+SB_HOST_DEVICE inline float bias_unit(Dtype dtype) {
+    return dtype == Dtype::kFloat16 ? 128.f : 1.f;  // a number can exceed 65504, the largest of fp16
+}
 
 inline constexpr double kNoReach = 1, kMinReach = 0x1p-6, kMaxReach = 64;
 struct Options {

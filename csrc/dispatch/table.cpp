@@ -43,7 +43,7 @@ bool is_half(Dtype dtype) {
 #if defined(SB_WITH_HOPPER)
 bool hopper_serves(const Request& r) {
     return r.device == Device::kCuda && r.architecture == 90 && is_half(r.dtype) && head_dims_fit(r) &&
-           !(r.forget_gate && hopper::is_wide(r.head_dim, r.head_dim_v)) && !r.key_blocks;
+           !(r.forget_gate && hopper::is_wide(r.head_dim, r.head_dim_v, r.bias_columns)) && !r.key_blocks;
 }
 #endif
 
@@ -52,9 +52,8 @@ constexpr Kernels kTable[] = {
     {"hopper", hopper_serves,
      [] {
          return concat("CUDA sm_90; bf16, fp16; head_dim and head_dim_v: multiples of ", kHeadDimMultiple, " up to ",
-                       hopper::kMostColumns, ", with forget gates up to ", hopper::kMostGatedColumns, ", and ",
-                       hopper::kMostGatedColumns + hopper::kExtraColumns, " with head_dim_v up to ",
-                       hopper::kMostGatedColumns, "; no paged cache");
+                       hopper::kMostColumns, ", with forget gates up to ", hopper::kMostGatedColumns, " (",
+                       hopper::kMostGatedColumns + kBiasColumns, " with biases); no paged cache");
      },
      hopper::forward_workspace, hopper::backward_workspace, hopper::block_forward, hopper::block_backward, true},
 #endif
@@ -74,7 +73,8 @@ constexpr Kernels kTable[] = {
 std::string describe(const Request& r) {
     const std::string where = r.device == Device::kCpu ? "CPU" : concat("CUDA sm_", r.architecture);
     return concat(where, ", ", name_of(r.dtype), ", head_dim ", r.head_dim, ", head_dim_v ", r.head_dim_v,
-                  r.forget_gate ? ", forget gates" : "", r.key_blocks ? ", keys in blocks" : "");
+                  r.bias_columns > 0 ? " with biases" : "", r.forget_gate ? ", forget gates" : "",
+                  r.key_blocks ? ", keys in blocks" : "");
 }
 
 // MEGATRON_SB_KERNELS=portable disables the Hopper and decode kernels, for comparisons and as a workaround.

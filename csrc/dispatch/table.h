@@ -18,6 +18,7 @@ struct Request {
     int head_dim, head_dim_v;
     bool forget_gate = false;
     bool key_blocks = false;  // a forward whose keys are in blocks
+    int bias_columns = 0;     // Sizes::bias_columns
 };
 
 struct Kernels {

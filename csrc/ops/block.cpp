@@ -21,9 +21,15 @@ void check_rows(const char* name, const at::Tensor& x) {
                       ": last stride must be 1, got ", x.sym_stride(3));
 }
 
-Sizes sizes_of(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t k_rows) {
-    return {dtype_of(q.scalar_type()), int32_t(q.size(0)), int32_t(q.size(2)), int32_t(k.size(2)),
-            int32_t(q.size(1)),        int32_t(k_rows),    int32_t(q.size(3)), int32_t(v.size(3))};
+int8_t bias_columns_of(const BlockOptions& options) {
+    return options.bias_columns ? kBiasColumns : 0;
+}
+
+Sizes sizes_of(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t k_rows,
+               const BlockOptions& options) {
+    return {dtype_of(q.scalar_type()), bias_columns_of(options), int32_t(q.size(0)),
+            int32_t(q.size(2)),        int32_t(k.size(2)),       int32_t(q.size(1)),
+            int32_t(k_rows),           int32_t(q.size(3)),       int32_t(v.size(3))};
 }
 
 // The segments of a call: the caller's table, or one segment over all rows, which this object holds.
@@ -84,7 +90,7 @@ class SegmentTable {
     Segments segments_;
 };
 
-const dispatch::Kernels& kernels_for(const at::Tensor& q, const at::Tensor& v, bool forget_gate,
+const dispatch::Kernels& kernels_for(const at::Tensor& q, const at::Tensor& v, const BlockOptions& options,
                                      bool key_blocks = false) {
     const bool on_cpu = q.is_cpu();
     TORCH_CHECK_VALUE(on_cpu || q.is_cuda(), "q: device must be cpu or cuda, got ", q.device());
@@ -93,8 +99,9 @@ const dispatch::Kernels& kernels_for(const at::Tensor& q, const at::Tensor& v, b
                                        dtype_of(q.scalar_type()),
                                        int(q.size(3)),
                                        int(v.size(3)),
-                                       forget_gate,
-                                       key_blocks};
+                                       options.forget_gate,
+                                       key_blocks,
+                                       bias_columns_of(options)};
     return with_value_errors([&]() -> const dispatch::Kernels& { return dispatch::find(request); });
 }
 
@@ -122,7 +129,7 @@ template <class Params>
 Params with_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const SegmentTable& table,
                    const BlockOptions& options, const std::optional<at::Tensor>& mass_in) {
     Params params;
-    params.sizes = sizes_of(q, k, v, table.k_rows());
+    params.sizes = sizes_of(q, k, v, table.k_rows(), options);
     params.options = options;
     params.segments = table.segments();
     params.q = strided_rows<const void*>(q);
@@ -145,7 +152,7 @@ struct ForwardCall {
 BlockOutput run_forward(const ForwardCall& in, at::ScalarType o_type) {
     const DeviceScope scope(in.q.device());
     const at::Tensor q = aligned(in.q), k = aligned(in.k), v = aligned(in.v);
-    const dispatch::Kernels& kernels = kernels_for(q, v, in.options.forget_gate, in.block_table.has_value());
+    const dispatch::Kernels& kernels = kernels_for(q, v, in.options, in.block_table.has_value());
     const at::ScalarType wide = accumulation_type(q);
 
     const std::vector<int64_t> rows = {q.size(0), q.size(2), q.size(1)};
@@ -202,6 +209,8 @@ void check_block(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
     check_rows("v", v);
     check_attention(q, k, v, options.forget_gate);
     check_options(options);
+    TORCH_CHECK_VALUE(!options.bias_columns || q.sym_size(3) > int64_t(kBiasColumns),
+                      "q: head_dim must be more than the ", kBiasColumns, " columns of biases, got ", q.sym_size(3));
     if (segments.has_value()) {
         TORCH_CHECK_TYPE(segments->scalar_type() == at::kInt, "segments: dtype must be int32, got ",
                          segments->scalar_type());
@@ -238,7 +247,7 @@ void check_out_dtype(at::ScalarType type, const at::Tensor& q) {
 
 at::ScalarType gradient_type(const at::Tensor& q, const at::Tensor& v, const BlockOptions& options,
                              at::ScalarType wanted) {
-    return kernels_for(q, v, options.forget_gate).writes_gradients ? wanted : accumulation_type(q);
+    return kernels_for(q, v, options).writes_gradients ? wanted : accumulation_type(q);
 }
 
 BlockGradients empty_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -277,7 +286,7 @@ at::Tensor block_backward(const at::Tensor& d_o_given, const at::Tensor& q_given
                          options);
     const DeviceScope scope(q_given.device());
     const at::Tensor q = aligned(q_given), k = aligned(k_given), v = aligned(v_given), d_o = aligned(d_o_given);
-    const dispatch::Kernels& kernels = kernels_for(q, v, options.forget_gate);
+    const dispatch::Kernels& kernels = kernels_for(q, v, options);
     const SegmentTable table(segments, q, k.size(1));
     TORCH_CHECK_TYPE(!gradients.add_dq || gradients.dq.scalar_type() == accumulation_type(q), "dq: dtype must be ",
                      accumulation_type(q), " to add to it, got ", gradients.dq.scalar_type());

@@ -127,6 +127,7 @@ at::Tensor extend_on_gpu(const at::Tensor& x_given, const OptionalTensor& bias_g
     const at::Tensor gate = gate_given.has_value() ? gate_given->contiguous() : at::Tensor();
     const at::Tensor out = empty_extended(x, gate_given, columns);
     extend::Params params = params_of(x, columns, x.size(3));
+    params.padded = columns.side != Side::kNone && out.stride(2) == out.size(3) + kBiasColumns;
     if (bias.defined()) params.bias = bias.const_data_ptr<float>();
     if (gate.defined()) params.gate = gate.const_data_ptr<float>();
     extend::forward(params, strided_rows<void*>(out), scope.stream());
@@ -191,7 +192,7 @@ Columns columns_of(const Arguments& arguments) {
 }  // namespace
 
 double number_unit(at::ScalarType type) {
-    return type == at::kHalf ? 128 : 1;
+    return bias_unit(dtype_of(type));
 }
 
 at::Tensor extend_forward(const at::Tensor& x, const OptionalTensor& bias, const OptionalTensor& gate,

@@ -12,7 +12,6 @@ namespace megatron_sb::ops {
 
 using extend::Side;
 
-inline constexpr int64_t kBiasColumns = 8;  // of a number and ones: 2 * kGateParts, padded to a multiple of 8
 static_assert(2 * kGateParts <= kBiasColumns && kGateParts <= kGateColumns);
 
 // The columns of a number and ones (kernels/extend/extend.h).
@@ -21,13 +20,12 @@ struct Columns {
     bool norms = false;  // Euclidean logits. Requires a side.
     double scale = 1;    // of the logits
 
-    int64_t count() const { return side == Side::kNone ? 0 : kBiasColumns; }
+    int64_t count() const { return side == Side::kNone ? 0 : int64_t(kBiasColumns); }
     // The first column of the number, after the channels.
     int64_t number() const { return side == Side::kQuery ? 0 : kGateParts; }
 };
 
-// The columns of a number hold the number divided by this unit, and the ones are multiplied by it. |q|^2 can exceed
-// 65504, the largest fp16 number.
+// The columns of a number hold the number divided by this unit, which the ones hold: bias_unit().
 double number_unit(at::ScalarType type);
 
 // Returns x (batch, rows, heads, head_dim) with its extra columns. bias, gate: (batch, rows, heads) in the accumulation

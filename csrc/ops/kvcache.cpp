@@ -204,9 +204,15 @@ TensorPair through_decode(const KvCacheCall& in, const BlockOptions& options) {
     const auto [o, mass] = empty_results(in);
 
     decode::Params params;
-    params.sizes = {dtype_of(q.scalar_type()), int32_t(q.size(0)), int32_t(q.size(2)),
-                    int32_t(k.size(2)),        int32_t(q.size(1)), int32_t(in.capacity().expect_int()),
-                    int32_t(q.size(3)),        int32_t(v.size(3))};
+    params.sizes = {dtype_of(q.scalar_type()),
+                    0,
+                    int32_t(q.size(0)),
+                    int32_t(q.size(2)),
+                    int32_t(k.size(2)),
+                    int32_t(q.size(1)),
+                    int32_t(in.capacity().expect_int()),
+                    int32_t(q.size(3)),
+                    int32_t(v.size(3))};
     params.options = options;
     params.q = strided_rows<const void*>(q);
     params.k = strided_rows<const void*>(k);
@@ -412,21 +418,18 @@ TensorPair attention_kvcache(const Arguments& arguments) {
     const AttentionOptions given = read_query_options(arguments);
     BlockOptions options = block_options(given, in.q);
     options.forget_gate = in.forget_gate;
-    in.q = queries_of_cache(in, given, options.scale, arguments.get<bool>("key_bias"));
+    const auto key_bias = arguments.get<bool>("key_bias");
+    options.bias_columns = options.bias_columns || key_bias;
+    in.q = queries_of_cache(in, given, options.scale, key_bias);
     const at::Tensor cache_seqlens = append_new_keys(in, k, v);
     static const Operator kvcache_forward("megatron_sb::kvcache_forward");
-    return output_and_mass(kvcache_forward.call({{"q", in.q},
-                                                 {"k_cache", in.k},
-                                                 {"v_cache", in.v},
-                                                 {"cache_seqlens", cache_seqlens},
-                                                 {"block_table", in.block_table},
-                                                 {"cache_leftpad", in.cache_leftpad},
-                                                 {"scale", options.scale},
-                                                 {"attend_current", options.attend_current},
-                                                 {"mass_threshold", options.mass_threshold},
-                                                 {"forget_gate", options.forget_gate},
-                                                 {"reach", options.reach},
-                                                 {"reach_step", options.reach_step}}));
+    const NamedArguments inputs = {{"q", in.q},
+                                   {"k_cache", in.k},
+                                   {"v_cache", in.v},
+                                   {"cache_seqlens", cache_seqlens},
+                                   {"block_table", in.block_table},
+                                   {"cache_leftpad", in.cache_leftpad}};
+    return output_and_mass(kvcache_forward.call(inputs, named(options)));
 }
 
 }  // namespace megatron_sb::ops

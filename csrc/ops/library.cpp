@@ -41,7 +41,7 @@ TORCH_LIBRARY(megatron_sb, m) {
         "kvcache_forward(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? block_table, "
         "Tensor? cache_leftpad, *, float scale, bool attend_current=False, "
         "float mass_threshold=5.9604644775390625e-08, bool forget_gate=False, float reach=1.0, "
-        "float reach_step=0.0) -> (Tensor o, Tensor mass)");
+        "float reach_step=0.0, bool bias_columns=False) -> (Tensor o, Tensor mass)");
 
     // Writes k and v (b, s_new, h_kv, d) to positions cache_seqlens, cache_seqlens + 1, ... of the caches.
     m.def(
@@ -74,18 +74,21 @@ TORCH_LIBRARY(megatron_sb, m) {
     m.def("segments(Tensor cu_seqlens, Tensor cu_seqlens_k, SymInt q_rows, SymInt k_rows) -> Tensor");
 
     // The block contract (core/params.h), without autograd. With forget_gate, k and dk have columns for the gates.
+    // bias_columns: q and k have bias columns.
     // out_like_q: out_dtype is q's dtype. The operators of users pass this and no dtype, because AOTInductor of
     // torch 2.11 and earlier passes another dtype than a graph has (pytorch/pytorch#169157).
     m.def(
         "block_forward(Tensor q, Tensor k, Tensor v, Tensor? segments=None, Tensor? mass_in=None, *, float scale, "
         "bool attend_current=False, float mass_threshold=5.9604644775390625e-08, ScalarType? out_dtype=None, "
-        "bool forget_gate=False, float reach=1.0, float reach_step=0.0, bool out_like_q=False) "
+        "bool forget_gate=False, float reach=1.0, float reach_step=0.0, bool bias_columns=False, "
+        "bool out_like_q=False) "
         "-> (Tensor o, Tensor mass_out, Tensor restart_edge, Tensor restart_mass)");
     m.def(
         "block_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor? segments, Tensor restart_edge, "
         "Tensor restart_mass, Tensor? mass_in=None, Tensor? prefix_in=None, *, float scale, bool attend_current=False, "
         "float mass_threshold=5.9604644775390625e-08, ScalarType? out_dtype=None, bool forget_gate=False, "
-        "SymInt? max_seqlen_k=None, float reach=1.0, float reach_step=0.0, bool out_like_q=False) "
+        "SymInt? max_seqlen_k=None, float reach=1.0, float reach_step=0.0, bool bias_columns=False, "
+        "bool out_like_q=False) "
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor prefix_out)");
 
     // The kernels of this build as text, the instruction set of its CPU kernels on this machine, and the version of

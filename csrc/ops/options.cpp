@@ -8,7 +8,7 @@
 namespace megatron_sb::ops {
 namespace {
 
-using SavedOptions = std::tuple<double, double, bool, bool, double, double>;
+using SavedOptions = std::tuple<double, double, bool, bool, double, double, bool>;
 using OptionalNumbers = std::optional<std::vector<double>>;
 
 // Sets the reach of the heads of q (.., heads, d).
@@ -63,6 +63,7 @@ BlockOptions read_block_options(const Arguments& arguments) {
     options.forget_gate = arguments.get_or("forget_gate", false);
     options.reach = arguments.get_or("reach", kNoReach);
     options.reach_step = arguments.get_or("reach_step", 0.);
+    options.bias_columns = arguments.get_or("bias_columns", false);
     return options;
 }
 
@@ -72,7 +73,8 @@ NamedArguments named(const BlockOptions& options) {
             {"mass_threshold", options.mass_threshold},
             {"forget_gate", options.forget_gate},
             {"reach", options.reach},
-            {"reach_step", options.reach_step}};
+            {"reach_step", options.reach_step},
+            {"bias_columns", options.bias_columns}};
 }
 
 BlockOptions block_options(const AttentionOptions& options, const at::Tensor& q) {
@@ -85,19 +87,21 @@ BlockOptions block_options(const AttentionOptions& options, const at::Tensor& q)
     used.mass_threshold = options.mass_threshold;
     used.attend_current = options.attend_current;
     used.forget_gate = options.forget_gate.has_value();
+    used.bias_columns = has_bias_columns(options);
     set_reach(used, options.reach, q);
     check_options(used);
     return used;
 }
 
 c10::IValue saved(const BlockOptions& options) {
-    return SavedOptions{options.scale,       options.mass_threshold, options.attend_current,
-                        options.forget_gate, options.reach,          options.reach_step};
+    return SavedOptions{options.scale, options.mass_threshold, options.attend_current, options.forget_gate,
+                        options.reach, options.reach_step,     options.bias_columns};
 }
 
 BlockOptions restored_options(const c10::IValue& value) {
-    const auto [scale, mass_threshold, attend_current, forget_gate, reach, reach_step] = value.to<SavedOptions>();
-    return {scale, mass_threshold, attend_current, forget_gate, reach, reach_step};
+    const auto [scale, mass_threshold, attend_current, forget_gate, reach, reach_step, bias_columns] =
+        value.to<SavedOptions>();
+    return {{scale, mass_threshold, attend_current, forget_gate, reach, reach_step}, bias_columns};
 }
 
 }  // namespace megatron_sb::ops

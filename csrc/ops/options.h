@@ -14,7 +14,10 @@
 
 namespace megatron_sb::ops {
 
-using BlockOptions = Options;
+// What a block operator is called with: the options of the kernels, and whether q and k have bias columns.
+struct BlockOptions : Options {
+    bool bias_columns = false;
+};
 
 AttentionOptions read_attention_options(const Arguments& arguments);
 // The same without the tensors that belong to keys. With a cache they are in the stored keys, and the arguments
@@ -24,6 +27,11 @@ NamedArguments named(const AttentionOptions& options);
 
 BlockOptions read_block_options(const Arguments& arguments);
 NamedArguments named(const BlockOptions& options);
+
+// Whether the queries and keys of a call have bias columns (core/params.h).
+inline bool has_bias_columns(const AttentionOptions& options) {
+    return options.euclidean || options.query_bias.has_value() || options.key_bias.has_value();
+}
 
 // Returns the options of the block contract for queries q (.., d), and checks their values.
 BlockOptions block_options(const AttentionOptions& options, const at::Tensor& q);

@@ -154,8 +154,7 @@ void check_variants(const at::Tensor& q, const at::Tensor& k, const AttentionOpt
 }
 
 BiasColumns bias_columns(const AttentionOptions& options, double scale) {
-    const bool exist = options.euclidean || options.query_bias.has_value() || options.key_bias.has_value();
-    return {exist, options.euclidean, scale};
+    return {has_bias_columns(options), options.euclidean, scale};
 }
 
 at::Tensor extended_queries(const at::Tensor& q, const OptionalTensor& query_bias, const BiasColumns& columns) {

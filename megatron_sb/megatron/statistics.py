@@ -205,7 +205,7 @@ def _mass_and_edges(
     euclidean = variant["logits"] == "euclidean"
     batch[0] = torch.ops.megatron_sb.queries_for_blocks(batch[0], euclidean=euclidean)
     batch[1] = torch.ops.megatron_sb.keys_for_blocks(batch[1], forget_gate=gate, euclidean=euclidean)
-    options = {**core.attention_options, "forget_gate": gate is not None}
+    options = {**core.attention_options, "forget_gate": gate is not None, "bias_columns": euclidean}
     if (reach := options.pop("reach")) is not None:
         options |= {"reach": reach[0], "reach_step": reach_step(reach, batch[0].shape[2])}
     _, mass, edge, _ = torch.ops.megatron_sb.block_forward(*batch, segments, **options)

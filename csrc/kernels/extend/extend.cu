@@ -1,5 +1,6 @@
 // Memory bandwidth limits these kernels: the forward reads x once and writes x' once. kLanes neighbouring lanes own a
-// row of a head, with 8 channels each, one load of 16 bytes.
+// row of a head, with 8 channels each, one load of 16 bytes. A thread has kRows rows, so that several loads are in
+// flight.
 #include <type_traits>
 
 #include "kernels/common/launch.h"
@@ -11,6 +12,7 @@ namespace megatron_sb::extend {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kRows = 4;      // of a thread
 constexpr int kChannels = 8;  // of a lane, and columns of biases or of gates
 static_assert(kGateParts == 3 && kGateColumns == kChannels);
 
@@ -21,8 +23,10 @@ struct Place {
     int64_t value;  // place in a contiguous tensor (batch, rows, num_heads)
     bool exists;    // the row
 
-    __device__ explicit Place(const Params& p) {
-        value = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / kLanes;
+    Place() = default;
+    // `i`: of the rows of the thread. Neighbouring threads have neighbouring rows.
+    __device__ Place(const Params& p, int i) {
+        value = ((int64_t(blockIdx.x) * kRows + i) * kThreads + threadIdx.x) / kLanes;
         lane = threadIdx.x % kLanes;
         exists = value < int64_t(p.batch) * p.rows * p.num_heads;
         if (!exists) value = 0;
@@ -32,6 +36,8 @@ struct Place {
         else
             locate(value, int64_t(p.num_heads), int64_t(p.rows));
     }
+    __device__ int channel() const { return lane * kChannels; }  // the first one
+    __device__ bool has(const Params& p) const { return exists && channel() < p.head_dim; }
     template <class T, class Pointer>
     __device__ auto in(const Rows<Pointer>& tensor, int channel) const {
         using Element = std::conditional_t<std::is_same_v<Pointer, void*>, T, const T>;
@@ -54,8 +60,11 @@ struct Eight {
 };
 
 template <class T>
-__device__ Eight load(const T* from) {
-    const uint4 words = *reinterpret_cast<const uint4*>(from);
+__device__ uint4 load(const T* from) {
+    return *reinterpret_cast<const uint4*>(from);
+}
+template <class T>
+__device__ Eight unpacked(const uint4& words) {
     const float2 pairs[4] = {common::unpack<T>(words.x), common::unpack<T>(words.y), common::unpack<T>(words.z),
                              common::unpack<T>(words.w)};
     return {{pairs[0].x, pairs[0].y, pairs[1].x, pairs[1].y, pairs[2].x, pairs[2].y, pairs[3].x, pairs[3].y}};
@@ -84,14 +93,9 @@ __device__ int number_column(Side side) {
     return side == Side::kQuery ? 0 : kGateParts;
 }
 
+// Writes the row at `place` of x', whose channels of x are those of `x`.
 template <class T, int kLanes>
-__global__ void __launch_bounds__(kThreads)
-    append_columns(const __grid_constant__ Params p, const __grid_constant__ Rows<void*> extended) {
-    const Place<kLanes> place(p);
-    const int channel = place.lane * kChannels;
-    const bool has_channels = place.exists && channel < p.head_dim;
-    Eight x = {};
-    if (has_channels) x = load(place.template in<T>(p.x, channel));
+__device__ void append_to_row(const Params& p, const Rows<void*>& extended, const Place<kLanes>& place, Eight x) {
     float number = 0.f;
     if (p.norms) {
 #pragma unroll
@@ -103,7 +107,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
             for (float& value : x.x) value *= 2.f;
     }
-    if (has_channels) store(place.template in<T>(extended, channel), x);
+    if (place.has(p)) store(place.template in<T>(extended, place.channel()), x);
     if (p.side != Side::kNone && place.exists && place.lane == 0) {
         if (p.bias != nullptr) number += p.bias[place.value] / p.scale / p.unit;
         Eight parts = {}, columns = {};
@@ -115,6 +119,7 @@ __global__ void __launch_bounds__(kThreads)
             columns.x[kGateParts + i] = query ? p.unit : parts.x[i];
         }
         store(place.template in<T>(extended, p.head_dim), columns);
+        if (p.padded) store(place.template in<T>(extended, p.head_dim + kChannels), Eight{});
     }
     if (p.gate != nullptr && place.exists && place.lane == kLanes - 1) {
         Eight columns = {};
@@ -123,23 +128,47 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
+template <class T, int kLanes>
+__global__ void __launch_bounds__(kThreads)
+    append_columns(const __grid_constant__ Params p, const __grid_constant__ Rows<void*> extended) {
+    Place<kLanes> places[kRows];
+    uint4 rows[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+        places[i] = Place<kLanes>(p, i);
+        rows[i] = places[i].has(p) ? load(places[i].template in<T>(p.x, places[i].channel())) : uint4{};
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) append_to_row<T>(p, extended, places[i], unpacked<T>(rows[i]));
+}
+
 // The gradient of a number is that of its first column. |x|^2 has the gradient 2x.
 template <class T, int kLanes>
 __global__ void __launch_bounds__(kThreads)
     gradient_of_norms(const __grid_constant__ Params p, const __grid_constant__ Rows<const void*> d_extended,
                       const __grid_constant__ Rows<void*> d_x) {
-    const Place<kLanes> place(p);
-    const int channel = place.lane * kChannels;
-    if (!place.exists || channel >= p.head_dim) return;
-    const float of_norm = -float(*place.template in<T>(d_extended, p.head_dim + number_column(p.side))) / p.unit;
-    const float twice = p.side == Side::kQuery ? 2.f : 1.f;
-    // Rows after the last document have gradients of 0, whatever they hold: 0 times infinity would be NaN.
-    Eight x = {};
-    if (of_norm != 0.f) x = load(place.template in<T>(p.x, channel));
-    Eight d = load(place.template in<T>(d_extended, channel));
+    Place<kLanes> places[kRows];
+    float of_norms[kRows];
+    uint4 x[kRows], d[kRows];
 #pragma unroll
-    for (int i = 0; i < kChannels; ++i) d.x[i] = fmaf(x.x[i], of_norm * (2.f / twice), d.x[i] * twice);
-    store(place.template in<T>(d_x, channel), d);
+    for (int i = 0; i < kRows; ++i) {
+        const Place<kLanes>& place = places[i] = Place<kLanes>(p, i);
+        if (!place.has(p)) continue;
+        of_norms[i] = -float(*place.template in<T>(d_extended, p.head_dim + number_column(p.side))) / p.unit;
+        x[i] = load(place.template in<T>(p.x, place.channel()));
+        d[i] = load(place.template in<T>(d_extended, place.channel()));
+    }
+    const float twice = p.side == Side::kQuery ? 2.f : 1.f;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+        if (!places[i].has(p)) continue;
+        // Rows after the last document have gradients of 0, whatever they hold: 0 times infinity would be NaN.
+        const Eight of_x = of_norms[i] != 0.f ? unpacked<T>(x[i]) : Eight{};
+        Eight sum = unpacked<T>(d[i]);
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c) sum.x[c] = fmaf(of_x.x[c], of_norms[i] * (2.f / twice), sum.x[c] * twice);
+        store(places[i].template in<T>(d_x, places[i].channel()), sum);
+    }
 }
 
 // Calls f(element, lanes) with the types for `p`.
@@ -153,7 +182,7 @@ void with_instance(const Params& p, const F& f) {
     p.dtype == Dtype::kBFloat16 ? with_lanes(common::BFloat16{}) : with_lanes(common::Half{});
 }
 int64_t blocks_of(const Params& p, int lanes) {
-    return (int64_t(p.batch) * p.rows * p.num_heads * lanes + kThreads - 1) / kThreads;
+    return (int64_t(p.batch) * p.rows * p.num_heads * lanes + kThreads * kRows - 1) / (kThreads * kRows);
 }
 
 }  // namespace

@@ -25,6 +25,9 @@ struct Params {
     float unit;
     float largest;  // numbers are clamped to [-largest, largest]
     float scale;    // of the logits
+    // Whether eight columns of padding after those of x' fill a sector of 32 bytes. They get zeros: memory takes longer
+    // to write a part of a sector.
+    bool padded = false;
 };
 
 // Launch on `stream`, a cudaStream_t. Throw RuntimeFailure if a launch fails. Do nothing without rows.

@@ -15,7 +15,7 @@ struct BackwardArguments {
     float scale, scale_log2;
     common::Reach reach;
     ExpiredWait* expired_wait;
-    TensorMap q_extra, k_extra;  // with extra columns
+    TensorMap q_biases, k_biases;  // with bias columns
 };
 
 // Where a step is in a ring. Most rings have a place for each step; only that of Q and dO is counted by next().

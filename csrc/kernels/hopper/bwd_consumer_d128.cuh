@@ -83,8 +83,6 @@ class BackwardConsumer : HalfScan<T> {
         for (int i = 1; i < T::kKeyTile / 16; ++i)
             wgmma_accumulate<0, 1>(Element{}, dp_, descriptor(dz + i / 4 * kPanel + i % 4 * 2),
                                    descriptor(k_columns + i / 4 * kTile + i % 4 * 128));
-        if constexpr (T::kExtra > 0)
-            if (half_ == T::kPanels - 1) this->issue_extra_dq(dz, 0);
         wgmma_commit();
     }
     // Issues dV += A^T dO and dK += dz^T Q.
@@ -98,7 +96,7 @@ class BackwardConsumer : HalfScan<T> {
 #pragma unroll
         for (int i = 0; i < kStepRows / 16; ++i)
             wgmma_accumulate<1, 1>(Element{}, dk_, descriptor(dz + i * 128), descriptor(q + i * 128));
-        if constexpr (T::kExtra > 0) this->issue_extra_dk(dk_extra_, dz, stage);
+        if constexpr (T::kBiases > 0) this->issue_bias_dk(dk_biases_, dz, stage);
         wgmma_commit();
     }
 
@@ -107,10 +105,10 @@ class BackwardConsumer : HalfScan<T> {
     __device__ __forceinline__ void begin_tile() {
 #pragma unroll
         for (int i = 0; i < kHeadDim / 2; ++i) dk_[i] = dv_[i] = 0.f;
-        if constexpr (T::kExtra > 0) {
+        if constexpr (T::kBiases > 0) {
 #pragma unroll
-            for (float& x : dk_extra_) x = 0.f;
-            fence_accumulator(dk_extra_);
+            for (float& x : dk_biases_) x = 0.f;
+            fence_accumulator(dk_biases_);
         }
         fence_accumulator(dk_);
         fence_accumulator(dv_);
@@ -153,7 +151,7 @@ class BackwardConsumer : HalfScan<T> {
         this->issue_scores(next.slot, 0);
         issue_dk_dv(stage_.slot, number_ & 1);
         wgmma_wait<2>();
-        this->fence_dq(dp_);
+        fence_accumulator(dp_);
         if (!first_round_) finish_dq(number_ - 1, target);
         first_round_ = false;
         wgmma_wait<1>();
@@ -184,10 +182,10 @@ class BackwardConsumer : HalfScan<T> {
         issue_dq((number_ - 1) & 1);
         issue_dk_dv(stage_.slot, number_ & 1);
         wgmma_wait<1>();
-        this->fence_dq(dp_);
+        fence_accumulator(dp_);
         if (!first_round_) finish_dq(number_ - 1, this->dq_target(number_ - 1, half_));
         wgmma_wait<0>();
-        if constexpr (T::kExtra > 0) fence_accumulator(dk_extra_);
+        if constexpr (T::kBiases > 0) fence_accumulator(dk_biases_);
         fence_accumulator(dk_);
         fence_accumulator(dv_);
         control_.qdo.empty.arrive(stage_);
@@ -195,7 +193,7 @@ class BackwardConsumer : HalfScan<T> {
         wgmma_fence();
         issue_dq(number_ & 1);
         wgmma_wait<0>();
-        this->fence_dq(dp_);
+        fence_accumulator(dp_);
         this->release(control_.kv, tile_);
         finish_dq(number_, this->dq_target(number_, half_));
         stage_ = stage_.next();
@@ -205,7 +203,7 @@ class BackwardConsumer : HalfScan<T> {
         // staging space.
         warpgroup_barrier(barrier_of_consumer(half_));
         this->write_dk(last, half_, weights_, dk_);
-        if constexpr (T::kExtra > 0) this->write_extra_dk(last, half_, dk_extra_);
+        if constexpr (T::kBiases > 0) this->write_bias_dk(last, half_, dk_biases_);
         this->write_dv(last, half_, weights_, dv_);
     }
 
@@ -232,8 +230,10 @@ class BackwardConsumer : HalfScan<T> {
     // Releases dz after dQ: each warp arrives on dz.empty, on which the warps that write dz wait. Then adds dQ in
     // memory.
     __device__ __forceinline__ void finish_dq(uint32_t number, const typename Base::DqTarget& target) {
-        this->release(control_.dz, DzPlace::of(number));
-        this->add_dq(number, target, dp_, half_);
+        const auto dz = DzPlace::of(number);
+        const float dz_sum = this->dz_sum(dz.slot);
+        this->release(control_.dz, dz);
+        this->add_dq(number, target, dp_, half_, dz_sum);
     }
     // Waits until both warpgroups have written dz of step `number`.
     __device__ __forceinline__ void wait_for_dz(uint32_t number) {
@@ -248,7 +248,7 @@ class BackwardConsumer : HalfScan<T> {
     bool first_round_ = true;     // of the key tile; there is no previous step
     bool next_is_ready_ = false;  // whether the next round need not wait for dz and Q
     float dk_[kHeadDim / 2], dv_[kHeadDim / 2];
-    float dk_extra_[4];  // with extra columns
+    float dk_biases_[4];  // with bias columns
 };
 
 }  // namespace megatron_sb::hopper

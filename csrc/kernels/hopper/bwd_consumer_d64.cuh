@@ -41,7 +41,7 @@ class SumWarpgroup : BackwardThread<T> {
 #pragma unroll
             for (int i = 0; i < 64; ++i) dk_[i] = dv_[i] = 0.f;
 #pragma unroll
-            for (int i = 0; i < 8; ++i) dk_extra_[i / 4][i % 4] = 0.f;
+            for (int i = 0; i < 8; ++i) dk_biases_[i / 4][i % 4] = 0.f;
             fence_sums();
             do {
                 sum_step(tile.slot);
@@ -52,9 +52,9 @@ class SumWarpgroup : BackwardThread<T> {
             // write_transposed_dk_dv().
             this->write_transposed_dk_dv(last, k_ + tile.slot * 2 * T::kTileBytes, v_ + tile.slot * 2 * T::kTileBytes,
                                          dk_, dv_);
-            if constexpr (T::kExtra > 0)
+            if constexpr (T::kBiases > 0)
 #pragma unroll
-                for (int half = 0; half < 2; ++half) this->write_extra_dk(last, half, dk_extra_[half]);
+                for (int half = 0; half < 2; ++half) this->write_bias_dk(last, half, dk_biases_[half]);
             fence_async_proxy();
             __syncwarp();
             this->release(control_.kv, tile);
@@ -77,25 +77,25 @@ class SumWarpgroup : BackwardThread<T> {
 #pragma unroll
         for (int i = 0; i < kStepRows / 16; ++i)
             wgmma_accumulate<1, 1>(Element{}, dk_, descriptor(q + i * 128), descriptor(dz + i * 128));
-        if constexpr (T::kExtra > 0)
+        if constexpr (T::kBiases > 0)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) this->issue_extra_dk(dk_extra_[half], dz + half * kPanel, stage_.slot);
+            for (int half = 0; half < 2; ++half) this->issue_bias_dk(dk_biases_[half], dz + half * kPanel, stage_.slot);
         wgmma_commit();
         wgmma_overwrite<0, 1>(Element{}, dq_, descriptor(dz), descriptor(k));
 #pragma unroll
         for (int i = 1; i < T::kKeyTile / 16; ++i)
             wgmma_accumulate<0, 1>(Element{}, dq_, descriptor(dz + i / 4 * kPanel + i % 4 * 2),
                                    descriptor(k + i / 4 * kTile + i % 4 * 128));
-        if constexpr (T::kExtra > 0) this->issue_extra_dq(dz, buffer);
         wgmma_commit();
         // The scans of the next steps need the stage and the slot, so release both before the wait for a slot of dQ.
         wgmma_wait<1>();
         fence_sums();
         control_.qdo.empty.arrive(stage_);
         wgmma_wait<0>();
-        this->fence_dq(dq_);
+        fence_accumulator(dq_);
+        const float dz_sum = this->dz_sum(slot.slot);
         this->release(control_.dz, slot);
-        this->pass_on_dq(number_, dq_, 0, dq_staged_);
+        this->pass_on_dq(number_, dq_, 0, dq_staged_, dz_sum);
         stage_ = stage_.next();
         ++number_;
     }
@@ -103,9 +103,9 @@ class SumWarpgroup : BackwardThread<T> {
     __device__ __forceinline__ void fence_sums() {
         fence_accumulator(dk_);
         fence_accumulator(dv_);
-        if constexpr (T::kExtra > 0)
+        if constexpr (T::kBiases > 0)
 #pragma unroll
-            for (auto& half : dk_extra_) fence_accumulator(half);
+            for (auto& half : dk_biases_) fence_accumulator(half);
     }
 
     uint32_t k_low_, qdo_low_, weights_low_, dz_low_, k_, v_;
@@ -113,7 +113,7 @@ class SumWarpgroup : BackwardThread<T> {
     Stage<T> stage_;      // of step number_
     uint32_t number_ = 0;
     float dq_[32], dk_[64], dv_[64];  // dK and dV transposed: rows are columns of the head dimension
-    float dk_extra_[2][4];            // with extra columns, of each half: rows are keys
+    float dk_biases_[2][4];           // with bias columns, of each half: rows are keys
 };
 
 }  // namespace megatron_sb::hopper

@@ -76,11 +76,11 @@ __global__ void __launch_bounds__(kDqThreads)
     const bool has_sum = visible > 0 && starts.oldest_tile <= newest_tile;
     if (!has_sum && p.add_dq) return;
     if (has_sum && load_acquire(plan.dq_next_tile + index) != newest_tile + 1) wait_for_previous_kernel();
-    const int columns = stored_columns(z), extra = columns % 64, panels = columns / 64;
+    const int columns = stored_columns(z), panels = columns / 64;
     const int thread = threadIdx.x, lane = thread % 32, row = thread / 32 * 16 + lane / 4, column = lane % 4 * 2;
     Out* const to = static_cast<Out*>(p.dq.data) + head / z.num_heads * p.dq.batch_stride +
                     head % z.num_heads * p.dq.head_stride + (s.q_begin + first_row) * p.dq.row_stride;
-    const float* const sums = plan.dq + index * kStepRows * columns + thread * 4;
+    const float* const sums = plan.dq + index * dq_floats_of_step(z) + thread * 4;
     const auto load = [&](const float* at, int first_column) {
         return has_sum && first_column < z.head_dim ? __ldcg(reinterpret_cast<const float4*>(at))
                                                     : make_float4(0.f, 0.f, 0.f, 0.f);
@@ -110,9 +110,11 @@ __global__ void __launch_bounds__(kDqThreads)
         for (int v = 0; v < kDqVectors; ++v) stage(x[v], 8 * v);
         write(64 * panel, 64);
     }
-    if (extra == 0) return;
-    stage(load(sums + panels * (kStepRows * 64), 64 * panels), 0);
-    write(64 * panels, extra);
+    if (columns % 64 == 0 || thread >= num_rows) return;
+    const float dz_sum = has_sum ? __ldcg(sums + panels * (kStepRows * 64) - 3 * thread) : 0.f;
+    Out* const biases = to + thread * p.dq.row_stride + 64 * panels;
+    write_columns(biases, make_float4(dz_sum * scale * bias_unit(z.dtype), 0.f, 0.f, 0.f), p.add_dq);
+    write_columns(biases + 4, make_float4(0.f, 0.f, 0.f, 0.f), p.add_dq);
 }
 
 // A thread block handles kKeysOfBlock keys of one key tile and KV head. A tile without any sums gets zeros.

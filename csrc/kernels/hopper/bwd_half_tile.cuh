@@ -41,11 +41,11 @@ class HalfScan : protected BackwardThread<T> {
     __device__ __forceinline__ void issue_scores(int stage, int buffer) {
         multiply_rows_by_keys<T::kHeadDim>(s_, this->opaque(qdo_low_) + stage * kStage,
                                            this->opaque(k_low_) + buffer * T::kHalves * kTile);
-        if constexpr (T::kExtra > 0) {
+        if constexpr (T::kBiases > 0) {
             const uint32_t zeros = shared_address(this->shared_.zeros);
-            const uint32_t q = shared_address(this->shared_.q_extra[stage]);
-            const uint32_t k = shared_address(this->shared_.k_extra[buffer][half_]);
-            wgmma_accumulate(Element{}, s_, extra_descriptor(q, zeros), extra_descriptor(k, zeros));
+            const uint32_t q = shared_address(this->shared_.q_biases[stage]);
+            const uint32_t k = shared_address(this->shared_.k_biases[buffer][half_]);
+            wgmma_accumulate(Element{}, s_, bias_descriptor(q, zeros), bias_descriptor(k, zeros));
         }
         wgmma_commit();
     }
@@ -201,6 +201,10 @@ class HalfScan : protected BackwardThread<T> {
         for (int r = 0; r < 2; ++r) {
             scan.template logit_gradients<Element, kForm>(r, s_, dp_, packed);
             this->store_rows(dz, r, packed);
+            if constexpr (T::kBiases > 0) {
+                float& sum = this->shared_.dz_sums[Place<T::kDzSlots>::of(number).slot][half_][row(r)];
+                store_shared_if(lane_ % 4 == 0, shared_address(&sum), sum_over_quad(Element{}, packed));
+            }
         }
         if constexpr (T::kGated) {
             float n[kBackwardKeysPerThread];
@@ -231,9 +235,9 @@ class HalfScan : protected BackwardThread<T> {
                 const uint32_t at = queries + i / 2 * T::kPanelBytes + row(r) * 128 + lane_ % 4 * 32 + i % 2 * 16;
                 store_shared(at, without_nan(load_shared(at)));
             }
-            if constexpr (T::kExtra > 0)
+            if constexpr (T::kBiases > 0)
                 if (lane_ % 4 == 0) {
-                    const uint32_t at = shared_address(this->shared_.q_extra[stage]) + row(r) * kExtraRowBytes;
+                    const uint32_t at = shared_address(this->shared_.q_biases[stage]) + row(r) * kBiasRowBytes;
                     store_shared(at, without_nan(load_shared(at)));
                 }
         }

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) backward(const __grid_constant
     wait_for_previous_kernel();  // plan_starts, which ends after plan_work
     // write_dq may then start, on the multiprocessors of CTAs that have no more work. It reads the plan, too.
     if (threadIdx.x == 0) allow_next_kernel();
-    if constexpr (T::kExtra > 0) clear_shared(shared.zeros);
+    if constexpr (T::kBiases > 0) clear_shared(shared.zeros);
     __syncthreads();
     if (warpgroup == 0) {
         set_registers<T::kProducerRegisters, T::kLaunchRegisters>();
@@ -78,9 +78,9 @@ void launch_backward(const BackwardParams& p, cudaStream_t stream) {
     a.d_o = make_query_map(p.d_o, {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim_v}, kStepRows);
     a.k = make_key_map(p.k, k, kHalfTileKeys);
     a.v = make_key_map(p.v, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim_v}, kHalfTileKeys);
-    if constexpr (T::kExtra > 0) {
-        a.q_extra = make_query_map(p.q, q, kStepRows, T::kExtra);
-        a.k_extra = make_key_map(p.k, k, kHalfTileKeys, T::kExtra);
+    if constexpr (T::kBiases > 0) {
+        a.q_biases = make_query_map(p.q, q, kStepRows, T::kBiases);
+        a.k_biases = make_key_map(p.k, k, kHalfTileKeys, T::kBiases);
     }
     const common::Scalars scalars = common::scalars_of<Element>(p.options);
     a.scale = scalars.scale;

@@ -53,32 +53,29 @@ class BackwardThread {
         return y;
     }
 
-    // ---- extra columns of dq and dk (hopper.h): products with eight columns
+    // ---- gradients of biases: sums of the rounded dz
 
-    // Issues them as dz K, for all keys of the tile in a buffer. `dz` is as for the product with the other columns.
-    __device__ __forceinline__ void issue_extra_dq(uint32_t dz, int buffer) {
-        const uint32_t keys = shared_address(shared_.k_extra[buffer]);
-        const auto dz_of = [&](int i) { return descriptor(dz + i / 4 * kPanel + i % 4 * 2); };
-        wgmma_overwrite<0, 1>(Element{}, dq_extra_, dz_of(0), extra_rows_descriptor(keys));
-#pragma unroll
-        for (int i = 1; i < T::kKeyTile / 16; ++i)
-            wgmma_accumulate<0, 1>(Element{}, dq_extra_, dz_of(i),
-                                   extra_rows_descriptor(keys + i * 2 * kExtraMatrixBytes));
+    // Returns the sum of dz over the key tile, for the query row whose number is that of this thread. `slot` is that of
+    // dz. Threads from kStepRows on have no row.
+    __device__ __forceinline__ float dz_sum(int slot) const {
+        const int row = warp_ * 32 + lane_;
+        float sum = 0.f;
+        if constexpr (T::kBiases > 0)
+            if (row < kStepRows) sum = shared_.dz_sums[slot][0][row] + shared_.dz_sums[slot][1][row];
+        return sum;
     }
-    // Issues dk += dz^T Q for the keys of a half tile and the rows of a stage.
-    __device__ __forceinline__ void issue_extra_dk(float (&dk)[4], uint32_t dz, int stage) const {
-        const uint32_t queries = shared_address(shared_.q_extra[stage]);
+    // Issues dk += dz^T Q in the bias columns, a product with eight columns, for the keys of a half tile and the rows
+    // of a stage.
+    __device__ __forceinline__ void issue_bias_dk(float (&dk)[4], uint32_t dz, int stage) const {
+        const uint32_t queries = shared_address(shared_.q_biases[stage]);
 #pragma unroll
         for (int i = 0; i < kStepRows / 16; ++i)
             wgmma_accumulate<1, 1>(Element{}, dk, descriptor(dz + i * 128),
-                                   extra_rows_descriptor(queries + i * 2 * kExtraMatrixBytes));
+                                   bias_rows_descriptor(queries + i * 2 * kBiasMatrixBytes));
     }
-    __device__ __forceinline__ void fence_dq(float (&dq)[32]) {
-        fence_accumulator(dq);
-        if constexpr (T::kExtra > 0) fence_accumulator(dq_extra_);
-    }
-    // Writes those of dk of a half tile: the rows of the accumulator are its keys, in the order of shared memory.
-    __device__ __forceinline__ void write_extra_dk(const Step& step, int half, const float (&dk)[4]) const {
+    // Writes the bias columns of dk of a half tile: the rows of the accumulator are its keys, in the order of shared
+    // memory.
+    __device__ __forceinline__ void write_bias_dk(const Step& step, int half, const float (&dk)[4]) const {
         const int column = T::kHeadDim + lane_ % 4 * 2;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -103,38 +100,34 @@ class BackwardThread {
         const Step& step = this->step(number);
         const int thread = warp_ * 32 + lane_;
         return {args_.plan.dq + (int64_t(step.dq_index) * T::kPanels + part) * (kStepRows * 64) +
-                    int64_t(step.dq_index) * (kStepRows * T::kExtra) + thread * 4,
+                    int64_t(step.dq_index) * T::kBiasSums + thread * 4,
                 step.flags};
     }
-    // Whether the extra columns come after the 64 columns of a part: as one vector more of each thread.
-    __device__ __forceinline__ static bool has_extra(int part) {
-        return T::kExtra > 0 && part == T::kPanels - 1;
-    }
-    __device__ __forceinline__ float4 extra_dq() const {
-        return make_float4(dq_extra_[0], dq_extra_[1], dq_extra_[2], dq_extra_[3]);
+    // Whether this thread adds to the gradient of a query's bias, which comes after the 64 columns of the last part.
+    __device__ __forceinline__ bool adds_bias(int part) const {
+        return T::kBiases > 0 && part == T::kPanels - 1 && warp_ < kStepRows / 32;
     }
     // Adds what this key tile contributes to 64 columns of dq of a step, at head_dim 128. Key tiles add in order, the
-    // oldest first: it stores, the next ones add.
-    __device__ __forceinline__ void add_dq(uint32_t number, const DqTarget& target, const float (&dq)[32],
-                                           int part) const {
+    // oldest first: it stores, the next ones add. `dz_sum` is dz_sum() of the step.
+    __device__ __forceinline__ void add_dq(uint32_t number, const DqTarget& target, const float (&dq)[32], int part,
+                                           float dz_sum) const {
         const auto turn = TurnPlace<T>::of(number);
         control_.dq_turn.wait(turn);
         float* const sum = target.sum;
+        float* const bias = sum + kStepRows * 64 - 3 * (warp_ * 32 + lane_);
         if (target.flags & kOldestKeyTile) {
 #pragma unroll
             for (int v = 0; v < kDqVectors; ++v)
                 if (is_computed(part * 64 + 8 * v))
                     *reinterpret_cast<float4*>(sum + v * 4 * kDqThreads) =
                         make_float4(dq[4 * v], dq[4 * v + 1], dq[4 * v + 2], dq[4 * v + 3]);
-            if (has_extra(part)) *reinterpret_cast<float4*>(sum + kDqVectors * 4 * kDqThreads) = extra_dq();
+            if (adds_bias(part)) store_global(bias, dz_sum);
         } else {
 #pragma unroll
             for (int v = 0; v < kDqVectors; ++v)
                 if (is_computed(part * 64 + 8 * v))
                     reduce_add_global(sum + v * 4 * kDqThreads, dq[4 * v], dq[4 * v + 1], dq[4 * v + 2], dq[4 * v + 3]);
-            if (has_extra(part))
-                reduce_add_global(sum + kDqVectors * 4 * kDqThreads, dq_extra_[0], dq_extra_[1], dq_extra_[2],
-                                  dq_extra_[3]);
+            if (adds_bias(part)) reduce_add_global(bias, dz_sum);
         }
         __syncwarp();
         if (lane_ == 0) control_.dq_added.arrive(turn);
@@ -142,21 +135,19 @@ class BackwardThread {
     // Hands 64 columns of dQ of a step to BulkAdder through shared memory, at head_dim 64 and in the wide kernels.
     // `staged` is the address of the first slot. Waits on dq_staged.empty, on which BulkAdder arrives. Arrives on
     // dq_staged.full, on which it waits.
-    __device__ __forceinline__ void pass_on_dq(uint32_t number, const float (&dq)[32], int part,
-                                               uint32_t staged) const {
+    __device__ __forceinline__ void pass_on_dq(uint32_t number, const float (&dq)[32], int part, uint32_t staged,
+                                               float dz_sum = 0.f) const {
         const auto slot = Place<T::kDqSlots>::of(number * T::kPanels + part);
         control_.dq_staged.wait_empty(slot);
-        const uint32_t to = staged + slot.slot * sizeof(float) * T::kDqFloats + (warp_ * 32 + lane_) * 16;
+        const uint32_t first = staged + slot.slot * sizeof(float) * T::kDqFloats;
+        const uint32_t to = first + (warp_ * 32 + lane_) * 16;
 #pragma unroll
         for (int v = 0; v < kDqVectors; ++v) {
             const float* const x = dq + 4 * v;
             store_shared(to + v * 16 * kDqThreads, make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]),
                                                               __float_as_uint(x[2]), __float_as_uint(x[3])));
         }
-        if (has_extra(part))
-            store_shared(to + kDqVectors * 16 * kDqThreads,
-                         make_uint4(__float_as_uint(dq_extra_[0]), __float_as_uint(dq_extra_[1]),
-                                    __float_as_uint(dq_extra_[2]), __float_as_uint(dq_extra_[3])));
+        if (adds_bias(part)) store_shared(first + (kStepRows * 64 + warp_ * 32 + lane_) * sizeof(float), dz_sum);
         fence_async_proxy();
         signal(control_.dq_staged, slot);
     }
@@ -364,7 +355,6 @@ class BackwardThread {
     BackwardControl<T>& control_;
     const BackwardArguments& args_;
     const int warp_, lane_;
-    float dq_extra_[4];  // extra columns of dQ
 
   private:
     uint32_t store_offset_;  // offset of the 8 columns that this lane passes to stmatrix

@@ -217,7 +217,7 @@ Layout lay_out_workspace(const BackwardParams& p, BackwardPlan* plan) {
     plan->segments = w.take<SegmentPlan>(p.segments.size);
     plan->key_tiles = w.take<KeyTile>(plan->max_key_tiles);
     plan->starts = w.take<StepStarts>(heads * plan->max_steps);
-    plan->dq = w.take<float>((heads * plan->max_steps + 1) * kStepRows * stored_columns(z));
+    plan->dq = w.take<float>((heads * plan->max_steps + 1) * dq_floats_of_step(z));
     plan->partial_dk = w.take<float>(parts * z.k_rows * stored_columns(z));
     plan->partial_dv = w.take<float>(parts * z.k_rows * stored_columns(z));
     plan->partial_gates = w.take<float>(p.options.forget_gate ? parts * z.k_rows : 0);

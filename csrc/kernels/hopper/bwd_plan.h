@@ -60,7 +60,7 @@ struct BackwardPlan {
     int32_t* dq_next_tile;     // (heads, max_steps), then one for steps without rows: number of the key tile that adds
                                // to dq next; 0 before the first
     CarrySlot* carries;        // (heads, q_rows)
-    float* dq;                 // (heads, max_steps, 64 * stored_columns()), in the order of the accumulator registers;
+    float* dq;                 // (heads, max_steps, dq_floats_of_step()), in the order of the accumulator registers;
                                // then a place for steps without rows
     int32_t* key_tile_tables;  // of KeyTilePlanner, used while planning
     // The next four have elements only if a key tile can have several parts.

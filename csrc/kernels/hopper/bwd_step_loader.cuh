@@ -214,16 +214,16 @@ class StepLoader {
         uint8_t* const q = shared_.qdo[stage_.slot];
         if (pending_.num_rows < kStepRows) return copy_rows_of_step(q);
         if (lane_ == 0) {
-            full.arrive_with_bytes(stage_, T::kStageBytes + kStepRows * 2 * T::kExtra);
+            full.arrive_with_bytes(stage_, T::kStageBytes + kStepRows * 2 * T::kBiases);
 #pragma unroll
             for (int panel = 0; panel < T::kPanels; ++panel) {
                 load_panel(q, args_.q, panel, &full.barriers[stage_.slot]);
                 if (!T::kSeparateDo && panel < T::kValuePanels)
                     load_panel(q + T::kTileBytes, args_.d_o, panel, &full.barriers[stage_.slot]);
             }
-            if constexpr (T::kExtra > 0)
-                tma_load_3d(shared_.q_extra[stage_.slot], &args_.q_extra.map, &full.barriers[stage_.slot], T::kHeadDim,
-                            pending_.row, args_.q_extra.heads(batch_, pending_.head));
+            if constexpr (T::kBiases > 0)
+                tma_load_3d(shared_.q_biases[stage_.slot], &args_.q_biases.map, &full.barriers[stage_.slot],
+                            T::kHeadDim, pending_.row, args_.q_biases.heads(batch_, pending_.head));
         }
         if constexpr (T::kSeparateDo) {
             const auto place = Place<1>::of(number_);
@@ -247,9 +247,9 @@ class StepLoader {
                 to, from, offset_of(from, batch_, pending_.head, pending_.row), pending_.num_rows, columns, same);
         };
         copy(Count<T::kPanels>{}, q, args_.params.q, args_.params.sizes.head_dim);
-        if constexpr (T::kExtra > 0)
-            copy_extra_columns<kStepRows>(
-                shared_.q_extra[stage_.slot], args_.params.q,
+        if constexpr (T::kBiases > 0)
+            copy_bias_columns<kStepRows>(
+                shared_.q_biases[stage_.slot], args_.params.q,
                 offset_of(args_.params.q, batch_, pending_.head, pending_.row) + 2 * T::kHeadDim, pending_.num_rows,
                 same);
         if constexpr (T::kSeparateDo) {
@@ -281,7 +281,7 @@ class StepLoader {
         if (tile_keys_ == T::kKeyTile) {
             if (lane_ != 0) return;
             full.arrive_with_bytes(place,
-                                   T::kHalves * (T::kTileBytes + T::kValueTileBytes + kHalfTileKeys * 2 * T::kExtra));
+                                   T::kHalves * (T::kTileBytes + T::kValueTileBytes + kHalfTileKeys * 2 * T::kBiases));
 #pragma unroll
             for (int w = 0; w < T::kHalves; ++w) {
 #pragma unroll
@@ -293,9 +293,9 @@ class StepLoader {
                         tma_load_5d(shared_.v[buffer][w] + panel * T::kPanelBytes, &args_.v.map, barrier, 64 * panel,
                                     row, 0, 0, args_.v.heads(batch_, kv_head_));
                 }
-                if constexpr (T::kExtra > 0)
-                    tma_load_5d(shared_.k_extra[buffer][w], &args_.k_extra.map, barrier, T::kHeadDim,
-                                tile_row_ + w * kHalfTileKeys, 0, 0, args_.k_extra.heads(batch_, kv_head_));
+                if constexpr (T::kBiases > 0)
+                    tma_load_5d(shared_.k_biases[buffer][w], &args_.k_biases.map, barrier, T::kHeadDim,
+                                tile_row_ + w * kHalfTileKeys, 0, 0, args_.k_biases.heads(batch_, kv_head_));
             }
             return;
         }
@@ -307,9 +307,9 @@ class StepLoader {
                     KeyOrder<kHalfTileKeys>());
             };
             copy(Count<T::kPanels>{}, shared_.k[buffer][w], args_.params.k, args_.params.sizes.head_dim);
-            if constexpr (T::kExtra > 0)
-                copy_extra_columns<kHalfTileKeys>(
-                    shared_.k_extra[buffer][w], args_.params.k,
+            if constexpr (T::kBiases > 0)
+                copy_bias_columns<kHalfTileKeys>(
+                    shared_.k_biases[buffer][w], args_.params.k,
                     offset_of(args_.params.k, batch_, kv_head_, tile_row_ + first) + 2 * T::kHeadDim,
                     tile_keys_ - first, KeyOrder<kHalfTileKeys>());
             copy(Count<T::kValuePanels>{}, shared_.v[buffer][w], args_.params.v, args_.params.sizes.head_dim_v);

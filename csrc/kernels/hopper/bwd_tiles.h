@@ -15,10 +15,16 @@ SB_HOST_DEVICE inline int num_steps(const Segment& s) {
 }
 // Half tiles in a key tile: two, or one in the wide kernels.
 SB_HOST_DEVICE inline int halves_of_tile(const Sizes& sizes) {
-    return is_wide(sizes.head_dim, sizes.head_dim_v) ? 1 : 2;
+    return is_wide(sizes.head_dim, sizes.head_dim_v, sizes.bias_columns) ? 1 : 2;
 }
 SB_HOST_DEVICE inline int backward_key_tile(const Sizes& sizes) {
     return halves_of_tile(sizes) * kHalfTileKeys;
+}
+// What a key tile adds to dq of a step: panels of 64 columns and, in kernels with bias columns, the sum of dz of each
+// row.
+SB_HOST_DEVICE inline int dq_floats_of_step(const Sizes& sizes) {
+    const int columns = stored_columns(sizes);
+    return kStepRows * (columns / 64 * 64 + (columns % 64 > 0 ? 1 : 0));
 }
 // The oldest step of a segment whose rows see the key tile that begins at `first_key`, if any row does.
 SB_HOST_DEVICE inline int oldest_step(const Segment& s, bool attend_current, int first_key) {

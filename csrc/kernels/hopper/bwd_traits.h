@@ -109,16 +109,16 @@ struct BackwardGates {
 template <>
 struct BackwardGates<false> {};
 
-// The extra columns of Q and K (hopper.h), and zeros after them in place of further columns (wgmma.cuh). The tiles are
-// guarded by the rings of Q and K.
-template <class T, bool kExists = (T::kExtra > 0)>
-struct BackwardExtraColumns {
-    alignas(128) uint8_t q_extra[T::kQdoStages][kStepRows * kExtraRowBytes];
-    alignas(128) uint8_t k_extra[T::kTileBuffers][T::kHalves][kHalfTileKeys * kExtraRowBytes];
-    alignas(128) uint8_t zeros[kHalfTileKeys * kExtraRowBytes];
+// The bias columns of Q and K, and zeros after them in place of further columns (wgmma.cuh). The tiles are guarded by
+// the rings of Q and K.
+template <class T, bool kExists = (T::kBiases > 0)>
+struct BackwardBiases {
+    alignas(128) uint8_t q_biases[T::kQdoStages][kStepRows * kBiasRowBytes];
+    alignas(128) uint8_t k_biases[T::kTileBuffers][T::kHalves][kHalfTileKeys * kBiasRowBytes];
+    alignas(128) uint8_t zeros[kHalfTileKeys * kBiasRowBytes];
 };
 template <class T>
-struct BackwardExtraColumns<T, false> {};
+struct BackwardBiases<T, false> {};
 
 template <class T>
 struct BackwardControl : NotedBarriers<BackwardBarriers<T>>, BackwardGates<T::kGated> {
@@ -132,10 +132,11 @@ struct BackwardControl : NotedBarriers<BackwardBarriers<T>>, BackwardGates<T::kG
 template <class Element_, int kColumns, int kHeadDimV_, bool kGated_>
 struct BackwardTraits {
     using Element = Element_;
-    static constexpr int kExtra = kColumns % 16;        // extra columns of Q and K (hopper.h): 8 or none
-    static constexpr int kHeadDim = kColumns - kExtra;  // their other columns
-    static constexpr int kHeadDimV = kHeadDimV_;        // columns of V
-    static constexpr bool kGated = kGated_;             // with forget gates
+    static constexpr int kBiases = kColumns % 16;                  // bias columns of Q and K: 8 or none
+    static constexpr int kBiasSums = kBiases > 0 ? kStepRows : 0;  // of dz, in a step
+    static constexpr int kHeadDim = kColumns - kBiases;            // their other columns
+    static constexpr int kHeadDimV = kHeadDimV_;                   // columns of V
+    static constexpr bool kGated = kGated_;                        // with forget gates
     static constexpr bool kWide = kHeadDim > 128;
 
     // Warpgroups beside the producers.
@@ -152,8 +153,8 @@ struct BackwardTraits {
     static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
     static constexpr int kProducerRegisters = kSumWarpgroups > 0 ? 32 : 40;
     // With fewer than 208 for the sums of 72 columns, ptxas serialises their products.
-    static constexpr int kConsumerRegisters = kWide ? 96 : kHeadDim != 64 ? 232 : kExtra > 0 ? 136 : 144;  // that scan
-    static constexpr int kSumRegisters = kHeadDim == 64 && kExtra > 0 ? 208 : 192;
+    static constexpr int kConsumerRegisters = kWide ? 96 : kHeadDim != 64 ? 232 : kBiases > 0 ? 136 : 144;  // that scan
+    static constexpr int kSumRegisters = kHeadDim == 64 && kBiases > 0 ? 208 : 192;
     static_assert(kProducerRegisters + kHalves * kConsumerRegisters + kSumWarpgroups * kSumRegisters <=
                       kThreads / 128 * kLaunchRegisters,
                   "all warpgroups together must not use more registers than the CTA has at launch");
@@ -162,30 +163,34 @@ struct BackwardTraits {
     static constexpr int kTileBuffers = kHeadDim == 64 ? 2 : 1;  // of K and V
     static constexpr int kDzSlots = kHeadDim == 256 ? 1 : 2;     // of dz
     // Beside 128 columns there is less room.
-    static constexpr int kCarryOutSlots = kHeadDim == 128 && kExtra > 0 ? (kGated ? 2 : 4) : 8;
+    static constexpr int kCarryOutSlots = kHeadDim == 128 && kBiases > 0 ? (kGated ? 2 : 4) : 8;
     static constexpr int kWeightSlots = kSumWarpgroups > 0 ? kDzSlots : 1;  // of A
     // A tile is stored as panels of 64 columns of the head dimension. At 96, half of the second panel is zeros.
     static constexpr int kPanels = (kHeadDim + 63) / 64, kValuePanels = (kHeadDimV + 63) / 64;
     static constexpr int kPanelBytes = 64 * 128;  // 64 rows of 64 columns
     // 64 rows of all columns: of Q or K, and of dO or V.
     static constexpr int kTileBytes = kPanels * kPanelBytes, kValueTileBytes = kValuePanels * kPanelBytes;
-    static constexpr int kStored = kPanels * 64 + kExtra;  // stored_columns()
+    static constexpr int kStored = kPanels * 64 + kBiases;  // stored_columns()
     // At 256 columns there is room for one tile of dO only, with a ring of its own.
     static constexpr bool kSeparateDo = kHeadDim == 256;
     static constexpr int kStageBytes = kTileBytes + (kSeparateDo ? 0 : kValueTileBytes);
 
-    // Panels of dQ in shared memory, on their way to dq. Beside extra columns there is room for one slot. At head_dim
+    // Panels of dQ in shared memory, on their way to dq. Beside bias columns there is room for one slot. At head_dim
     // 128 instead, steps that have a turn to add to dq, or wait until their additions are published.
-    static constexpr int kDqSlots = !kAddsDqInBulk || kExtra > 0 ? 1 : kHeadDim == 192 ? 3 : 2;
+    static constexpr int kDqSlots = !kAddsDqInBulk || kBiases > 0 ? 1 : kHeadDim == 192 ? 3 : 2;
     static constexpr int kDqTurns = kAddsDqInBulk ? 1 : 8;
-    static constexpr int kDqFloats =
-        kAddsDqInBulk ? kStepRows * (64 + kExtra) : 4;  // of a slot; unused at head_dim 128
+    // Of a panel of dQ and, with biases, the sums of dz. The array is unused at head_dim 128.
+    static constexpr int kDqFloats = kAddsDqInBulk ? kStepRows * 64 + kBiasSums : 4;
 
-    struct Shared : BackwardExtraColumns<BackwardTraits> {
+    struct Shared : BackwardBiases<BackwardTraits> {
         alignas(1024) uint8_t k[kTileBuffers][kHalves][kTileBytes];
         alignas(1024) uint8_t v[kTileBuffers][kHalves][kValueTileBytes];
         alignas(1024) uint8_t qdo[kQdoStages][kStageBytes];  // Q, then dO
-        alignas(1024) uint8_t d_o[kSeparateDo ? kValueTileBytes : 16];
+        // dO of 256 columns. With biases, the sums of dz over the keys of each half, guarded by the ring of dz.
+        union {
+            alignas(1024) uint8_t d_o[kSeparateDo ? kValueTileBytes : 16];
+            float dz_sums[kDzSlots][kHalves][kBiases > 0 ? kStepRows : 1];
+        };
         alignas(1024) uint8_t weights[kWeightSlots][kHalves][kPanelBytes];  // A of each half: 64 rows by 64 keys
         alignas(1024) uint8_t dz[kDzSlots][kHalves][kPanelBytes];
         alignas(128) float dq[kDqSlots][kDqFloats];

@@ -97,17 +97,17 @@ class ForwardConsumer {
             wgmma_accumulate(Element{}, s_, descriptor(q + panel * (T::kQueryPanelBytes >> 4) + column),
                              descriptor(k + panel * (T::kKeyPanelBytes >> 4) + column));
         }
-        if constexpr (T::kExtra > 0) issue_extra_scores();
+        if constexpr (T::kBiases > 0) issue_bias_scores();
         wgmma_commit();
     }
 
-    // Adds the products of the extra columns to S.
-    __device__ __forceinline__ void issue_extra_scores() {
+    // Adds the products of the bias columns to S.
+    __device__ __forceinline__ void issue_bias_scores() {
         const uint32_t zeros = shared_address(shared_.zeros);
         const uint32_t q =
-            shared_address(shared_.q_extra[work_number_ % T::kQueryStages]) + warpgroup_ * 64 * kExtraRowBytes;
-        const uint32_t k = shared_address(shared_.k_extra[k_uses_ % kKvStages]);
-        wgmma_accumulate(Element{}, s_, extra_descriptor(q, zeros), extra_descriptor(k, zeros));
+            shared_address(shared_.q_biases[work_number_ % T::kQueryStages]) + warpgroup_ * 64 * kBiasRowBytes;
+        const uint32_t k = shared_address(shared_.k_biases[k_uses_ % kKvStages]);
+        wgmma_accumulate(Element{}, s_, bias_descriptor(q, zeros), bias_descriptor(k, zeros));
     }
 
     // Issues O += A V for the tile in V slot v_uses_.

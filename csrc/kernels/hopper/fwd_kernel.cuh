@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) forward(const __grid_constant_
             for (int32_t& number : numbers) number = -1;
         c.init();
     }
-    if constexpr (T::kExtra > 0) clear_shared(shared.zeros);
+    if constexpr (T::kBiases > 0) clear_shared(shared.zeros);
     __syncthreads();
     if (warpgroup == 0) {
         set_registers<T::kProducerRegisters, T::kLaunchRegisters>();
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) forward(const __grid_constant_
         if (warp == 1) {
             const TailLoader<T> loader(c, 0, arguments.params.k, arguments.params.sizes.head_dim);
             loader.run(shared.k, c.k.full, [&](const TailTile& tile) {
-                if constexpr (T::kExtra > 0) loader.copy_extra(shared.k_extra, tile);
+                if constexpr (T::kBiases > 0) loader.copy_biases(shared.k_biases, tile);
             });
         }
         if (warp == 2)
@@ -83,9 +83,9 @@ void launch_forward(const ForwardParams& p, cudaStream_t stream) {
     a.q = make_query_map(p.q, q, T::kQueryTile);
     a.k = make_key_map(p.k, k, T::kKeyTile);
     a.v = make_key_map(p.v, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim_v}, T::kKeyTile);
-    if constexpr (T::kExtra > 0) {
-        a.q_extra = make_query_map(p.q, q, T::kQueryTile, T::kExtra);
-        a.k_extra = make_key_map(p.k, k, T::kKeyTile, T::kExtra);
+    if constexpr (T::kBiases > 0) {
+        a.q_biases = make_query_map(p.q, q, T::kQueryTile, T::kBiases);
+        a.k_biases = make_key_map(p.k, k, T::kKeyTile, T::kBiases);
     }
     a.heads_in_flight = heads_in_flight(z);
     const common::Scalars scalars = common::scalars_of<Element>(p.options);

@@ -32,7 +32,7 @@ struct ForwardArguments {
     float min_mass;       // a row with less mass is used up: older keys contribute nothing
     float restart_floor;  // a restart record needs at least this mass
     ExpiredWait* expired_wait;
-    TensorMap q_extra, k_extra;  // with extra columns
+    TensorMap q_biases, k_biases;  // with bias columns
 };
 
 // Number of keys of the segment that are visible to row `row` of a query tile.
@@ -125,14 +125,14 @@ class ForwardProducer {
         if (next_index_ < 0) work.queries.num_rows = 0;
         full.arrive(place);
         if (next_index_ < 0) return full.arrive(place);
-        full.arrive_with_bytes(place, T::kQueryBytes + T::kQueryTile * 2 * T::kExtra);
+        full.arrive_with_bytes(place, T::kQueryBytes + T::kQueryTile * 2 * T::kBiases);
 #pragma unroll
         for (int panel = 0; panel < T::kPanels; ++panel)
             tma_load_3d(shared_.q[slot] + panel * T::kQueryPanelBytes, &args_.q.map, &full.barriers[slot], 64 * panel,
                         tile.q_row, args_.q.heads(batch, head));
-        if constexpr (T::kExtra > 0)
-            tma_load_3d(shared_.q_extra[slot], &args_.q_extra.map, &full.barriers[slot], T::kHeadDim, tile.q_row,
-                        args_.q_extra.heads(batch, head));
+        if constexpr (T::kBiases > 0)
+            tma_load_3d(shared_.q_biases[slot], &args_.q_biases.map, &full.barriers[slot], T::kHeadDim, tile.q_row,
+                        args_.q_biases.heads(batch, head));
     }
 
     // Makes the published work tile the current one and loads its newest K tile. Returns false, without a load, if
@@ -189,11 +189,11 @@ class ForwardProducer {
         }
         if constexpr (T::kGated) send_to_tail_loader(kGateLoader, place.slot, keys_, tile);
         if (load<T::kPanels>(0, shared_.k[place.slot], control_.k.full, args_.k, keys_, tile, place,
-                             T::kKeyTile * 2 * T::kExtra))
-            if constexpr (T::kExtra > 0)
-                tma_load_5d(shared_.k_extra[place.slot], &args_.k_extra.map, &control_.k.full.barriers[place.slot],
+                             T::kKeyTile * 2 * T::kBiases))
+            if constexpr (T::kBiases > 0)
+                tma_load_5d(shared_.k_biases[place.slot], &args_.k_biases.map, &control_.k.full.barriers[place.slot],
                             T::kHeadDim, keys_.row + tile * T::kKeyTile, 0, 0,
-                            args_.k_extra.heads(keys_.batch, keys_.head));
+                            args_.k_biases.heads(keys_.batch, keys_.head));
         return true;
     }
     __device__ void load_values(const KeyRange& values, int tile) {

@@ -36,10 +36,10 @@ class TailLoader {
         }
     }
 
-    __device__ void copy_extra(uint8_t (*tiles)[T::kKeyTile * kExtraRowBytes], const TailTile& tile) const {
-        copy_extra_columns<T::kKeyTile>(tiles[tile.slot], rows_,
-                                        offset_of(rows_, tile.batch, tile.head, tile.row) + 2 * T::kHeadDim, tile.count,
-                                        KeyOrder<T::kKeyTile>());
+    __device__ void copy_biases(uint8_t (*tiles)[T::kKeyTile * kBiasRowBytes], const TailTile& tile) const {
+        copy_bias_columns<T::kKeyTile>(tiles[tile.slot], rows_,
+                                       offset_of(rows_, tile.batch, tile.head, tile.row) + 2 * T::kHeadDim, tile.count,
+                                       KeyOrder<T::kKeyTile>());
     }
 
     // The loader of gates: it gets each tile whose K is loaded. Waits on gates.empty, on which all consumer threads

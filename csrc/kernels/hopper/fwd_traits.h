@@ -72,16 +72,16 @@ struct StagedOutput {
 template <class T>
 struct StagedOutput<T, false> {};
 
-// The extra columns of Q and K (hopper.h), and zeros after them in place of further columns (wgmma.cuh). The tiles are
+// The bias columns of Q and K (hopper.h), and zeros after them in place of further columns (wgmma.cuh). The tiles are
 // guarded by the rings of Q and K.
-template <class T, bool kExists = (T::kExtra > 0)>
-struct ForwardExtraColumns {
-    alignas(128) uint8_t q_extra[T::kQueryStages][T::kQueryTile * kExtraRowBytes];
-    alignas(128) uint8_t k_extra[kKvStages][T::kKeyTile * kExtraRowBytes];
-    alignas(128) uint8_t zeros[T::kKeyTile * kExtraRowBytes];
+template <class T, bool kExists = (T::kBiases > 0)>
+struct ForwardBiases {
+    alignas(128) uint8_t q_biases[T::kQueryStages][T::kQueryTile * kBiasRowBytes];
+    alignas(128) uint8_t k_biases[kKvStages][T::kKeyTile * kBiasRowBytes];
+    alignas(128) uint8_t zeros[T::kKeyTile * kBiasRowBytes];
 };
 template <class T>
-struct ForwardExtraColumns<T, false> {};
+struct ForwardBiases<T, false> {};
 
 template <class T>
 struct ForwardControl : NotedBarriers<ForwardBarriers<T>>, ForwardGates<T> {
@@ -99,15 +99,15 @@ struct ForwardControl : NotedBarriers<ForwardBarriers<T>>, ForwardGates<T> {
 template <class Element_, int kColumns, int kHeadDimV_, bool kGated_>
 struct ForwardTraits {
     using Element = Element_;
-    static constexpr int kExtra = kColumns % 16;                                // extra columns of Q and K: 8 or none
-    static constexpr int kHeadDim = kColumns - kExtra, kHeadDimV = kHeadDimV_;  // other columns; columns of V and O
-    static constexpr bool kGated = kGated_;                                     // with forget gates
-    static constexpr bool kWide = kHeadDim > 128;                               // one Q slot; without forget gates
+    static constexpr int kBiases = kColumns % 16;                                // bias columns of Q and K: 8 or none
+    static constexpr int kHeadDim = kColumns - kBiases, kHeadDimV = kHeadDimV_;  // other columns; columns of V and O
+    static constexpr bool kGated = kGated_;                                      // with forget gates
+    static constexpr bool kWide = kHeadDim > 128;                                // one Q slot; without forget gates
     static_assert(kWide ? !kGated && ((kHeadDim == 192 && kHeadDimV == 128) || (kHeadDim == 256 && kHeadDimV == 256))
                         : kHeadDim == kHeadDimV && (kHeadDim == 64 || kHeadDim == 96 || kHeadDim == 128),
                   "columns must be 64, 96, 128, and without forget gates 192 (128 of V) or 256");
-    static_assert(kExtra == 0 || (kExtra == kExtraColumns && (kHeadDim == 64 || kHeadDim == 128)),
-                  "extra columns need 64 or 128 others");
+    static_assert(kBiases == 0 || (kBiases == kBiasColumns && (kHeadDim == 64 || kHeadDim == 128)),
+                  "bias columns need 64 or 128 others");
     // At head_dim 64 the output needs fewer registers, so three consumer warpgroups share a K/V tile.
     static constexpr int kWarpgroups = kHeadDim == 64 ? 3 : 2;
     static constexpr int kThreads = 128 * (kWarpgroups + 1);
@@ -131,17 +131,17 @@ struct ForwardTraits {
     static constexpr int kQueryBytes = kPanels * kQueryPanelBytes, kKeyBytes = kPanels * kKeyPanelBytes;
     static constexpr int kValueBytes = kValuePanels * kKeyPanelBytes;
 
-    // Slots for Q tiles. Q comes from HBM, so it is loaded one work tile earlier. With gates or extra columns there is
+    // Slots for Q tiles. Q comes from HBM, so it is loaded one work tile earlier. With gates or bias columns there is
     // no room for three tiles of 128 columns. A wide head has room for one tile only: the consumers release it after
     // their last S, and stage the output elsewhere, so that the next Q arrives during the last scan.
-    static constexpr int kQueryStages = kWide ? 1 : (kGated || kExtra > 0) && kPanels == 2 ? 2 : 3;
+    static constexpr int kQueryStages = kWide ? 1 : (kGated || kBiases > 0) && kPanels == 2 ? 2 : 3;
     // With one Q slot, the consumers still use `work` of a work tile when the producer publishes the next one. When the
     // slot is free for work tile n + 1, work tile n - 1 is finished, so two slots of `work` are enough.
     static constexpr int kWorkSlots = kWide ? 2 : kQueryStages;
     // Panels of the output that a warp stages at once.
     static constexpr int kStagedPanels = kWide ? 1 : kValuePanels;
 
-    struct Shared : StagedOutput<ForwardTraits>, ForwardExtraColumns<ForwardTraits> {
+    struct Shared : StagedOutput<ForwardTraits>, ForwardBiases<ForwardTraits> {
         alignas(1024) uint8_t q[kQueryStages][kQueryBytes];
         alignas(1024) uint8_t k[kKvStages][kKeyBytes];
         alignas(1024) uint8_t v[kKvStages][kValueBytes];

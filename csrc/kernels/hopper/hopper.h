@@ -16,27 +16,29 @@ struct Columns {
 // the other columns: TMA writes zeros for columns after the end of a row, and the output leaves them out. Columns are
 // stored in panels of 64, so 96 columns are stored as 128.
 //
-// Biases and Euclidean logits give heads of 64 and 128 eight more columns of q and k (ops/variants.cpp). Instances for
-// 72 and 136 columns hold these *extra columns* beside the panels.
-inline constexpr int kMostColumns = 256, kMostGatedColumns = 128;  // without extra columns
-inline constexpr int kExtraColumns = 8, kExtraRowBytes = 2 * kExtraColumns;
-SB_HOST_DEVICE inline Columns computed_columns(int32_t head_dim, int32_t head_dim_v) {
-    const int32_t widest = head_dim > head_dim_v ? head_dim : head_dim_v;
-    for (int32_t panels = 64; panels <= 128; panels += 64)
-        if (head_dim == panels + kExtraColumns && head_dim_v <= panels) return {head_dim, panels};
+// Instances for 72 and 136 columns hold the bias columns of heads of 64 and 128 beside the panels. In heads of other
+// sizes, bias columns are columns as all others.
+inline constexpr int kMostColumns = 256, kMostGatedColumns = 128;  // without bias columns
+inline constexpr int kBiasRowBytes = 2 * kBiasColumns;
+SB_HOST_DEVICE inline Columns computed_columns(int32_t head_dim, int32_t head_dim_v, int32_t bias_columns) {
+    const int32_t widest = head_dim > head_dim_v ? head_dim : head_dim_v, channels = head_dim - bias_columns;
+    if (bias_columns > 0 && (channels == 64 || channels == 128) && head_dim_v <= channels) return {head_dim, channels};
     if (widest <= 64) return {64, 64};
     if (widest <= 96) return {96, 96};
     if (widest <= 128) return {128, 128};
     if (head_dim <= 192 && head_dim_v <= 128) return {192, 128};
     return {kMostColumns, kMostColumns};
 }
+SB_HOST_DEVICE inline Columns computed_columns(const Sizes& sizes) {
+    return computed_columns(sizes.head_dim, sizes.head_dim_v, sizes.bias_columns);
+}
 SB_HOST_DEVICE inline int stored_columns(const Sizes& sizes) {
-    const int columns = computed_columns(sizes.head_dim, sizes.head_dim_v).qk;
-    return columns % 16 == kExtraColumns ? columns : (columns + 63) / 64 * 64;
+    const int columns = computed_columns(sizes).qk;
+    return columns % 16 == kBiasColumns ? columns : (columns + 63) / 64 * 64;
 }
 // Whether the wide kernels compute the call. They have no forget gates.
-SB_HOST_DEVICE inline bool is_wide(int32_t head_dim, int32_t head_dim_v) {
-    return computed_columns(head_dim, head_dim_v).qk > kMostGatedColumns + kExtraColumns;
+SB_HOST_DEVICE inline bool is_wide(int32_t head_dim, int32_t head_dim_v, int32_t bias_columns) {
+    return computed_columns(head_dim, head_dim_v, bias_columns).qk > kMostGatedColumns + kBiasColumns;
 }
 
 // Return the size of `params.workspace` in bytes. The backward needs O(L) bytes and ignores `limit`.

@@ -126,6 +126,14 @@ __device__ __forceinline__ void store_shared_if(bool condition, uint32_t to, flo
         "r"(to), "f"(x), "f"(y)
         : "memory");
 }
+__device__ __forceinline__ void store_shared_if(bool condition, uint32_t to, float x) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.shared.f32 [%1], %2;\n}" ::"r"(int(condition)),
+                 "r"(to), "f"(x)
+                 : "memory");
+}
+__device__ __forceinline__ void store_shared(uint32_t to, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
+}
 __device__ __forceinline__ uint4 load_shared(uint32_t from) {
     uint4 x;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -189,6 +197,9 @@ __device__ __forceinline__ void store_relaxed_b128(void* to, const uint4& x) {
         : "memory");
 }
 // Add to values in global memory, without returning them. Other CTAs see the additions in order only after a fence.
+__device__ __forceinline__ void reduce_add_global(float* to, float x) {
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
+}
 __device__ __forceinline__ void reduce_add_global(float* to, float x, float y) {
     asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
 }

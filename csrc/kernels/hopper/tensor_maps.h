@@ -27,7 +27,7 @@ struct TensorSizes {
     int32_t batch, rows, heads, head_dim;
 };
 
-// Columns of a box: a panel, with the 128-byte swizzle, or the extra columns (hopper.h), without a swizzle.
+// Columns of a box: a panel, with the 128-byte swizzle, or the bias columns (hopper.h), without a swizzle.
 constexpr int kPanelColumns = 64;
 
 // Returns the map of query tiles. A load copies `box_rows` rows of `columns` columns. Coordinates: {column, row, head

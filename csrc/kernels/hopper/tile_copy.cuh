@@ -40,12 +40,12 @@ __device__ inline void copy_rows(uint8_t* to, const Rows<const void*>& tensor, i
     }
 }
 
-// Copies the extra columns of kRows rows (hopper.h), 16 bytes of each, without a swizzle. Row r in shared memory is row
+// Copies the bias columns of kRows rows (hopper.h), 16 bytes of each, without a swizzle. Row r in shared memory is row
 // order(r) of the source, or zeros if order(r) >= count. Like copy_rows() otherwise.
 template <int kRows, class Order>
-__device__ inline void copy_extra_columns(uint8_t* to, const Rows<const void*>& tensor, int64_t source, int count,
-                                          Order order) {
-    constexpr int kBytes = 2 * kExtraColumns;
+__device__ inline void copy_bias_columns(uint8_t* to, const Rows<const void*>& tensor, int64_t source, int count,
+                                         Order order) {
+    constexpr int kBytes = 2 * kBiasColumns;
     for (int r = threadIdx.x % 32; r < kRows; r += 32) {
         const int row = order(r);
         const uint8_t* const from = static_cast<const uint8_t*>(tensor.data) + source + 2 * row * tensor.row_stride;

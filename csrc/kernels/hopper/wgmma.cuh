@@ -5,7 +5,7 @@
 // stride between atoms (SBO, stride byte offset) is 1024 bytes. A K-major operand needs no LBO (leading byte offset).
 // For an MN-major operand such as V, LBO is the distance to the next 64 columns.
 //
-// Extra columns (hopper.h) are rows of 16 bytes without a swizzle, so a matrix of 8 rows takes 128 bytes.
+// Bias columns (hopper.h) are rows of 16 bytes without a swizzle, so a matrix of 8 rows takes 128 bytes.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -25,15 +25,15 @@ __device__ __forceinline__ uint32_t descriptor_low(uint32_t shared_address, int 
     return (shared_address >> 4) | (uint32_t(lbo_bytes >> 4) << 16);
 }
 
-// The same for extra columns: SBO 128 bytes, no swizzle. As a K-major operand of 16 columns, the extra columns need
+// The same for bias columns: SBO 128 bytes, no swizzle. As a K-major operand of 16 columns, the bias columns need
 // eight more: the zeros at address `zeros`, after them. An MN-major operand has 16 rows; `zeros` is then the next
 // matrix.
-constexpr int kExtraMatrixBytes = 128;
-__device__ __forceinline__ uint64_t extra_descriptor(uint32_t shared_address, uint32_t zeros) {
-    return (uint64_t(kExtraMatrixBytes >> 4) << 32) | descriptor_low(shared_address, zeros - shared_address);
+constexpr int kBiasMatrixBytes = 128;
+__device__ __forceinline__ uint64_t bias_descriptor(uint32_t shared_address, uint32_t zeros) {
+    return (uint64_t(kBiasMatrixBytes >> 4) << 32) | descriptor_low(shared_address, zeros - shared_address);
 }
-__device__ __forceinline__ uint64_t extra_rows_descriptor(uint32_t shared_address) {
-    return extra_descriptor(shared_address, shared_address + kExtraMatrixBytes);
+__device__ __forceinline__ uint64_t bias_rows_descriptor(uint32_t shared_address) {
+    return bias_descriptor(shared_address, shared_address + kBiasMatrixBytes);
 }
 
 // Orders earlier accesses to registers before the wgmma that follow. Ordinary writes to shared memory also need
@@ -61,6 +61,26 @@ __device__ __forceinline__ void fence_accumulator(float (&d)[N]) {
 __device__ __forceinline__ constexpr int accumulator_register(int r, int k) {
     return 4 * (k / 2) + 2 * r + k % 2;
 }
+
+// Returns the sum of the 16 numbers that each thread of a quad has in x, in fp32: x is the first operand of two
+// products of 16 x 16 by 8, whose second operand is ones. Its first row has half of the numbers of a quad, and its row
+// 8 the other half.
+#define SB_SUM_OVER_QUAD(Type, type, ones)                                                                       \
+    __device__ __forceinline__ float sum_over_quad(Type, const uint32_t(&x)[8]) {                                \
+        float d[4];                                                                                              \
+        asm("{\n.reg .f32 s<4>;\nmma.sync.aligned.m16n8k16.row.col.f32." type                                    \
+            ".f32 {s0, s1, s2, s3}, "                                                                            \
+            "{%4, %5, %6, %7}, {%12, %12}, {%13, %13, %13, %13};\nmma.sync.aligned.m16n8k16.row.col.f32." type   \
+            ".f32 "                                                                                              \
+            "{%0, %1, %2, %3}, {%8, %9, %10, %11}, {%12, %12}, {s0, s1, s2, s3};\n}"                             \
+            : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])                                                     \
+            : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(x[4]), "r"(x[5]), "r"(x[6]), "r"(x[7]), "r"(ones), \
+              "f"(0.f));                                                                                         \
+        return d[0] + d[2];                                                                                      \
+    }
+SB_SUM_OVER_QUAD(__nv_bfloat16, "bf16.bf16", 0x3f803f80)
+SB_SUM_OVER_QUAD(__half, "f16.f16", 0x3c003c00)
+#undef SB_SUM_OVER_QUAD
 
 // The registers of an accumulator in an asm statement: as operands that the instruction writes (SB_WRITE), or reads and
 // writes (SB_READ), and their names.

@@ -23,7 +23,7 @@ TEST(DocumentSegment, QueriesAreTheLastPositionsOfTheKeys) {
 }
 
 TEST(Clamped, BoundsTheOffsetByTheNumberOfRows) {
-    const Sizes sizes = {Dtype::kFloat32, 1, 1, 1, 10, 100, 64, 64};
+    const Sizes sizes = {Dtype::kFloat32, 0, 1, 1, 1, 10, 100, 64, 64};
     const int32_t largest = std::numeric_limits<int32_t>::max();
     EXPECT_EQ(clamped({0, 10, 0, 100, 90}, sizes).q_pos_minus_k_pos, 90);
     EXPECT_EQ(clamped({0, 10, 0, 100, largest}, sizes).q_pos_minus_k_pos, 100) << "every query sees all 100 keys";

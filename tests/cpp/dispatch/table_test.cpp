@@ -48,12 +48,14 @@ TEST(Dispatch, UsesTheFirstGpuKernelsThatSupportTheRequest) {
     EXPECT_EQ(name(90, Dtype::kFloat32, 256, 256), "portable");
     EXPECT_EQ(name(80, Dtype::kBFloat16, 128, 128), "portable");
     EXPECT_EQ(name(100, Dtype::kFloat16, 64, 64), "portable");
-    const auto gated = [](int head_dim, int head_dim_v) {
-        return std::string(find({Device::kCuda, 90, Dtype::kBFloat16, head_dim, head_dim_v, true}).name);
+    const auto gated = [](int head_dim, int head_dim_v, int bias_columns = 0) {
+        return std::string(
+            find({Device::kCuda, 90, Dtype::kBFloat16, head_dim, head_dim_v, true, false, bias_columns}).name);
     };
     EXPECT_EQ(gated(128, 128), fastest);
-    EXPECT_EQ(gated(136, 128), fastest);  // 128, and the columns of biases
-    EXPECT_EQ(gated(136, 136), "portable");
+    EXPECT_EQ(gated(136, 128, kBiasColumns), fastest);
+    EXPECT_EQ(gated(136, 128), "portable");
+    EXPECT_EQ(gated(136, 136, kBiasColumns), "portable");
     EXPECT_EQ(gated(144, 128), "portable");
     EXPECT_STREQ(find({Device::kCuda, 90, Dtype::kBFloat16, 128, 128, false, true}).name, "portable");  // paged cache
     EXPECT_THROW(find({Device::kCuda, 90, Dtype::kFloat64, 64, 64}), InvalidArgument);

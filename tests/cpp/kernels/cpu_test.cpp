@@ -47,7 +47,7 @@ struct Block {
           restart_edge(p.q_rows, -1),
           segment{0, p.q_rows, 0, k_rows, p.q_pos_minus_k_pos - begin} {}
 
-    Sizes sizes() const { return {kDtypeOf<T>, 1, 1, 1, p.q_rows, k_rows, p.d, p.d_v}; }
+    Sizes sizes() const { return {kDtypeOf<T>, 0, 1, 1, 1, p.q_rows, k_rows, p.d, p.d_v}; }
     Options options() const { return {p.scale, mass_threshold, p.attend_current}; }
 
     template <class Params>
@@ -277,7 +277,7 @@ TEST_P(CpuKernels, ProcessSegmentsWithDifferentKeysOnManyThreads) {
         prefix(total);
     std::vector<int32_t> restart_edge(total);
     const auto run = [&](auto params, auto workspace_of, auto block) {
-        params.sizes = {Dtype::kFloat32, 1, 1, 1, total, total, d, d};
+        params.sizes = {Dtype::kFloat32, 0, 1, 1, 1, total, total, d, d};
         params.options = {problems[0].scale, 0, false};
         params.segments = {segments.data(), documents, {}};
         params.q = {q.data(), 0, d, 0};
@@ -324,7 +324,7 @@ TEST_P(CpuKernels, NeedLittleMemoryForManyThreads) {
     const int threads_before = omp_get_max_threads();
     omp_set_num_threads(64);
     BackwardParams params;
-    params.sizes = {Dtype::kFloat32, 1, 1, 1, 1 << 16, 1 << 16, 128, 128};
+    params.sizes = {Dtype::kFloat32, 0, 1, 1, 1, 1 << 16, 1 << 16, 128, 128};
     params.segments.whole = {0, 1 << 16, 0, 1 << 16, 0};
     const int64_t one_gradient = int64_t(1 << 16) * 128 * 4;
     EXPECT_LT(backward_workspace(params, INT64_MAX, level()), 2 * one_gradient);

@@ -11,7 +11,7 @@ namespace megatron_sb::hopper {
 namespace {
 
 Sizes sizes_of(int length, int head_dim, int heads, int kv_heads, int batch) {
-    return {Dtype::kBFloat16, batch, heads, kv_heads, length, length, head_dim, head_dim};
+    return {Dtype::kBFloat16, 0, batch, heads, kv_heads, length, length, head_dim, head_dim};
 }
 
 TEST(TicketOrder, HandsOutEachPartOnceAndOlderTilesFirst) {

@@ -12,7 +12,7 @@ namespace megatron_sb::hopper {
 namespace {
 
 TileParts parts_of(int length, int heads, int kv_heads, int batch = 1, int segments = 1, int head_dim = 128) {
-    const Sizes sizes = {Dtype::kBFloat16, batch, heads, kv_heads, length, length, head_dim, head_dim};
+    const Sizes sizes = {Dtype::kBFloat16, 0, batch, heads, kv_heads, length, length, head_dim, head_dim};
     return choose_tile_parts(sizes, segments);
 }
 
@@ -57,7 +57,7 @@ TEST(TileParts, OfManyKeysDoNotNeedMuchMemory) {
         for (const int queries : {1 << 10, 1 << 14, 1 << 16})
             for (const int group : {1, 2, 7, 64, 71})
                 for (const int head_dim : {128, 256}) {
-                    const Sizes sizes = {Dtype::kBFloat16, 1, group, 1, queries, keys, head_dim, head_dim};
+                    const Sizes sizes = {Dtype::kBFloat16, 0, 1, group, 1, queries, keys, head_dim, head_dim};
                     const TileParts parts = choose_tile_parts(sizes, 1);
                     const int64_t bytes = parts.count() > 1 ? int64_t(keys) * parts.count() * 8 * head_dim : 0;
                     EXPECT_LE(bytes, int64_t(210) << 20);

@@ -15,7 +15,7 @@ constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 
 BackwardParams one_head(int32_t rows) {
     BackwardParams params = {};
-    params.sizes = {Dtype::kFloat32, 1, 1, 1, rows, rows, 64, 64};
+    params.sizes = {Dtype::kFloat32, 0, 1, 1, 1, rows, rows, 64, 64};
     params.options.mass_threshold = 0x1p-24;
     params.segments.whole = {0, rows, 0, rows, 0};
     return params;

@@ -64,6 +64,9 @@ std::vector<BlockCase> make_block_cases(bool forget_gate) {
     if (!at::hasCUDA()) return cases;
     for (const int64_t d : {64, 72, 96, 128}) cases.push_back(make_block_case(at::kCUDA, at::kHalf, d, forget_gate));
     cases.push_back(make_block_case(at::kCUDA, at::kFloat, 64, forget_gate));
+    cases.push_back(make_block_case(at::kCUDA, at::kBFloat16, 136, forget_gate));
+    cases.back().options.bias_columns = true;
+    cases.back().v = cases.back().v.narrow(-1, 0, 128), cases.back().d_o = cases.back().d_o.narrow(-1, 0, 128);
     return cases;
 }
 

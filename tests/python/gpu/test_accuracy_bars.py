@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from support import bias_columns
 from support.accuracy import assert_accurate, relative_errors, run
 from support.bars import BARRED, SPIKES, Bar, barred_inputs, threshold_of
 from support.bounds import stick_tolerance
@@ -12,9 +13,19 @@ from support.rounded import rounded_results
 
 from megatron_sb import reference, stickbreaking_attention
 
-# head_dim_v where it is not head_dim: that of multi-latent attention, and of heads with biases or Euclidean logits.
-VALUE_DIMS = {72: 64, 136: 128, 192: 128}
+VALUE_DIMS = {72: 64, 136: 128, 192: 128}  # head_dim_v where it is not head_dim
+BIASED = (72, 136)  # heads of 64 and 128, and columns of biases
 SAMPLED = {65536: [(1000, 1128), (32700, 32828), (65408, 65536)]}  # at 4096 and 16384 keys, all rows are compared
+
+
+def missed_bars(x: Inputs, runs: list[tuple[int, int]], regime: str, **options) -> list[str]:
+    """Run the attention, and describe the results that miss their bars. The last columns of BIASED heads are biases."""
+    biases = x.q.shape[-1] in BIASED
+    attention = bias_columns.attention if biases else stickbreaking_attention
+    x = bias_columns.with_biases(x) if biases else x
+    # The attention runs first, so that recycled memory cannot hold the results.
+    actual = run(attention, x, mass_threshold=threshold_of(regime), return_mass=True, **options)
+    return Bar(x, runs, biases).missed(actual, regime)
 
 
 @pytest.mark.parametrize(
@@ -29,9 +40,7 @@ def test_bf16(regime, length, head_dim, mass_in_loss):
     x = barred_inputs(regime, length, runs, d=head_dim, d_v=VALUE_DIMS.get(head_dim, head_dim), **heads)
     if not mass_in_loss:
         x.dmass.zero_()
-    options = {"mass_threshold": threshold_of(regime), "return_mass": True, "mass_in_loss": mass_in_loss}
-    actual = run(stickbreaking_attention, x, **options)  # first, so that recycled memory cannot hold the results
-    missed = Bar(x, runs).missed(actual, regime)
+    missed = missed_bars(x, runs, regime, mass_in_loss=mass_in_loss)
     assert not missed, "; ".join(missed)
 
 
@@ -44,7 +53,7 @@ def test_bf16_with_few_kv_heads(h, h_kv, regime, length, head_dim):
     """Several CTAs share a key tile: each sums dk and dv over a part of the query heads and rows."""
     runs = [(0, length)] if length == 2048 else [(1000, 1128), (4000, 4200), (8000, 8192)]
     x = barred_inputs(regime, length, runs, d=head_dim, d_v=VALUE_DIMS.get(head_dim, head_dim), h=h, h_kv=h_kv)
-    missed = Bar(x, runs).missed(run(stickbreaking_attention, x, return_mass=True), regime)
+    missed = missed_bars(x, runs, regime)
     assert not missed, "; ".join(missed)
 
 

@@ -12,6 +12,7 @@ import torch
 from megatron_sb import reference
 
 from .accuracy import floors, relative_errors, run
+from .bias_columns import read_gradients
 from .bounds import stick_tolerance
 from .inputs import Inputs, make_inputs
 from .rounded import rounded_results
@@ -54,15 +55,19 @@ def barred_inputs(regime: str, length: int, runs: list[tuple[int, int]], **sizes
 
 
 class Bar:
-    """The results of the float64 oracle and of the rounded computation in the runs of rows to compare."""
+    """The results of the float64 oracle and of the rounded computation in the runs of rows to compare.
 
-    def __init__(self, x: Inputs, runs: list[tuple[int, int]]) -> None:
+    With `biases`, the last columns of q and k hold biases (bias_columns.py).
+    """
+
+    def __init__(self, x: Inputs, runs: list[tuple[int, int]], biases: bool = False) -> None:
         self._length, self._runs = x.q.shape[1], runs
-        self.oracle, self._rounded = _oracle_rows(x, runs), rounded_results(x, runs=runs)
+        self._read = read_gradients if biases else dict
+        self.oracle, self._rounded = self._read(_oracle_rows(x, runs)), self._read(rounded_results(x, runs=runs))
 
     def missed(self, results: dict, regime: str) -> list[str]:
         """Describe the results that miss the bar. The error of the mass must be at most `stick_tolerance`."""
-        actual, missed = self._rows_of(results), []
+        actual, missed = self._rows_of(self._read(results)), []
         for name in ("o", "dq", "dk", "dv"):
             ours, theirs = (relative_errors(r[name], self.oracle[name])[0] for r in (actual, self._rounded))
             print(f"{regime:14s} L={self._length:6d} {name:3s} {ours:.3e} rounded {theirs:.3e}")

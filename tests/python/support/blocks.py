@@ -21,6 +21,7 @@ def run_in_blocks(
     attend_current: bool = False,
     scale: float | None = None,
     mass_threshold: float = 0.0,
+    bias_columns: bool = False,
 ) -> dict[str, Tensor]:
     """Return o, mass, dq, dk, dv and the final prefix in the accumulation type, computed in blocks between the cuts.
 
@@ -29,6 +30,7 @@ def run_in_blocks(
     """
     scale = x.q.shape[-1] ** -0.5 if scale is None else scale
     options = {"scale": scale, "attend_current": attend_current, "mass_threshold": mass_threshold}
+    options["bias_columns"] = bias_columns
     blocks = _blocks_of(x, cuts)
     o, mass, records = _forward(x, blocks, options, carry)
     results = (o, mass, *_backward(x, blocks, options, mass, records))

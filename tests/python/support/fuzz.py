@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_sb import reference, stickbreaking_attention, stickbreaking_attention_varlen
 
+from . import bias_columns
 from .accuracy import run
 from .blocks import run_in_blocks
 from .bounds import error_bounds, error_bounds_packed, excesses
@@ -48,6 +49,7 @@ class Case:
     cuts: tuple[float, ...]  # blocks: where the keys are cut, as fractions
     carry: bool  # blocks: whether the forward of a block gets its carry
     seed: int
+    biases: bool = False  # whether the last columns of q and k hold biases (bias_columns.py)
     wrong_offsets: bool = False  # packed, on a GPU: whether offsets below an earlier one are inserted
     caller: str = "plain"  # one of CALLERS: on another stream, in two threads at once, or with a subclass of Tensor
 
@@ -64,7 +66,8 @@ def draw_case(number: int) -> Case:
     h = h_kv * rng.choice((1, 1, 2, 3, 4, 8))
     d = rng.choice((64, 128)) if rng.random() < 0.5 else 8 * rng.randint(1, 32)
     d_v = d if rng.random() < 0.75 else 8 * rng.randint(1, 32)
-    if rng.random() < 0.1:  # heads with biases or Euclidean logits
+    biases = rng.random() < 0.1
+    if biases:
         d, d_v = rng.choice(((72, 64), (136, 128)))
     b = rng.choice((1, 1, 1, 2, 3)) if form != "packed" else 1
     documents = rng.randint(1, 8) if form == "packed" else 1
@@ -96,6 +99,7 @@ def draw_case(number: int) -> Case:
         cuts=tuple(round(rng.random(), 3) for _ in range(rng.randint(1, 3))) if form == "blocks" else (),
         carry=rng.random() < 0.5,
         seed=number,
+        biases=biases,
         wrong_offsets=form == "packed" and rng.random() < 0.3,
         caller=rng.choices(CALLERS, (7, 1, 1, 1))[0],
     )
@@ -126,6 +130,8 @@ def judge(case: Case, device: str = "cuda", mutate=None) -> list[str]:
         if mutate is not None:
             mutate(actual)
         oracle, bounds = _run_oracle(case, given, edges, edges_k)
+        if case.biases:
+            actual, oracle, bounds = (bias_columns.read_gradients(results) for results in (actual, oracle, bounds))
         longest = max((s_k for _, s_k in case.lengths), default=0)
         wrong = [
             f"{name}: {tuple(actual[name].shape)} {actual[name].dtype} instead of {tuple(oracle[name].shape)}"
@@ -155,6 +161,8 @@ def _inputs(case: Case) -> tuple[Inputs, list[int], list[int]]:
     sizes = {"b": case.b, "h": case.h, "h_kv": case.h_kv, "d": case.d, "d_v": case.d_v}
     rows = {"s": edges[-1] + case.beyond, "s_k": edges_k[-1] + case.beyond}
     x = make_inputs(case.regime, dtype=getattr(torch, case.dtype), seed=case.seed, **sizes, **rows)
+    if case.biases:
+        x = bias_columns.with_biases(x)
     if not case.mass_in_loss:
         x.dmass.zero_()
     if case.beyond:
@@ -203,19 +211,19 @@ def _run_with_subclass(case: Case, x: Inputs, *edges: list[int]) -> dict[str, Te
 def _run_operator(case: Case, x: Inputs, edges: list[int], edges_k: list[int]) -> dict[str, Tensor]:
     options = {**_options(case), "mass_threshold": case.mass_threshold}
     if case.form == "blocks":
-        results = run_in_blocks(x, list(case.cuts), case.carry, **options)
+        results = run_in_blocks(x, list(case.cuts), case.carry, bias_columns=case.biases, **options)
         results.pop("prefix")
         return results
     options |= {"return_mass": True, "mass_in_loss": case.mass_in_loss}
     if case.form == "dense":
-        return run(stickbreaking_attention, x, **options)
+        return run(bias_columns.attention if case.biases else stickbreaking_attention, x, **options)
     same_edges = edges == edges_k
     if case.wrong_offsets and x.q.is_cuda:
         edges, edges_k = with_wrong_entries(random.Random(case.seed), edges, edges_k)
     cu_seqlens, cu_seqlens_k = (torch.tensor(e, dtype=torch.int32) for e in (edges, edges_k))
     if not same_edges:
         options["cu_seqlens_k"] = cu_seqlens_k
-    return run(stickbreaking_attention_varlen, x, cu_seqlens, **options)
+    return run(bias_columns.attention if case.biases else stickbreaking_attention_varlen, x, cu_seqlens, **options)
 
 
 _CALLS = {
