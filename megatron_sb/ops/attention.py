@@ -46,7 +46,7 @@ def stickbreaking_attention(
             multiple of h_kv; query head i reads KV head i // (h / h_kv).
         v: (b, s_k, h_kv, d_v), in q's dtype.
         scale: factor of the logits, a finite number. To learn it, multiply q by it. Default: 1 / sqrt(d), and 1 for
-            Euclidean logits.
+            Euclidean logits. Models with Euclidean logits were trained best with 0.5 / sqrt(d).
         attend_current: whether a query also attends to the key at its own position. Default: False.
         mass_threshold: number in [0, 1). Older keys are skipped once the mass of every query that reads them is below
             it. This changes o by at most mass_threshold * max |v|. 0 disables skipping. Default: 2^-24.

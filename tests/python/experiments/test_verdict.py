@@ -250,7 +250,7 @@ def test_a_stop_writes_what_is_finished(trainer, tmp_path, monkeypatch):
 def test_the_time_limit_reaches_the_runs(tmp_path, capsys):
     command = ["experiment", "verdict", SMALL, "--out", str(tmp_path), "--time-limit", "5", "--run-time", "10"]
     assert cli.main(command) == 75
-    assert "10 of 10 runs are not finished" in capsys.readouterr().err and not list(tmp_path.glob("*.log"))
+    assert "11 of 11 runs are not finished" in capsys.readouterr().err and not list(tmp_path.glob("*.log"))
 
 
 @pytest.mark.parametrize(
@@ -312,6 +312,11 @@ def test_both_configurations_have_the_same_arms():
         one, other = full.attention[arm], small.attention[arm]
         if not isinstance(one, StickBreakingAttentionConfig):
             one, other = (dataclasses.replace(each, window=None, global_interval=None) for each in (one, other))
+        elif one.scale is not None:  # relative to that of dot products
+            one, other = (
+                dataclasses.replace(each, scale=each.scale * config.model.head_dim**0.5)
+                for each, config in ((one, full), (other, small))
+            )
         assert one == other
     families = {family_of(full.attention[arm]) for arm in full.compare}
     assert {"stick-breaking", "rope", "alibi", "windows", "mixed"} <= families
