@@ -26,7 +26,12 @@ def forgetting(q, k, v, log_gates):
     return torch.stack(rows)
 
 
-GATED = {"fp64": (torch.float64, 1e-10), "fp32": (torch.float32, 2e-5), "bf16": (torch.bfloat16, 3e-2)}
+GATED = {
+    "fp64": (torch.float64, 1e-10),
+    "fp32": (torch.float32, 2e-5),
+    "bf16": (torch.bfloat16, 3e-2),
+    "fp16": (torch.float16, 4e-3),
+}
 
 
 @pytest.mark.parametrize("lengths", [(12,), (5, 1, 6), (4, 4, 4)], ids=str)
@@ -87,6 +92,23 @@ def test_bf16_keeps_the_sums_of_many_gates():
     gates = torch.full((1, length, 1), gate)
     o = SoftmaxAttention(1, 16, position="none")(q, q, v, None, gates)[0, -1, 0, 0]
     assert o.item() == pytest.approx(math.exp(3 * gate) * (1 - math.exp(gate)), rel=1e-2)
+
+
+def test_fp16_keeps_sums_above_its_largest_number():
+    """The channels of the keys hold sums / scale, here up to 2e5. The largest number of fp16 is 65,504."""
+    q, k, v = make_inputs(1, 96, dim=16, dtype=torch.float16)
+    gates = torch.full((1, 96, 2), -400.0)
+    gates[:, -8:] = -0.3
+    gates.requires_grad_()
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v, gates)]
+    o = SoftmaxAttention(4, 16, position="none")(q, k, v, None, gates)
+    right = SoftmaxAttention(4, 16, position="none")(*wide[:3], None, wide[3])
+    torch.testing.assert_close(o.double(), right, rtol=0, atol=2e-2)
+    direction = torch.randn_like(right)
+    found = torch.autograd.grad((o.double() * direction).sum(), [q, k, v, gates])
+    wanted = torch.autograd.grad((right * direction).sum(), wide)
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.double() - other).norm() < 2e-2 * other.norm()
 
 
 @pytest.mark.parametrize(
