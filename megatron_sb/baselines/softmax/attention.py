@@ -26,7 +26,7 @@ from megatron_sb.baselines.softmax.positions import (
     rotate,
     without_autocast,
 )
-from megatron_sb.validation import check_choice, check_counts, check_finite, check_number, check_tensor
+from megatron_sb.validation import check_choice, check_counts, check_number, check_tensor
 
 Position = Literal["none", "rope", "alibi", "fire"]
 
@@ -48,7 +48,7 @@ class SoftmaxAttention(nn.Module):
         stable_mask_gamma: gamma of StableMask (stable_mask.py), at least 0: one for all heads, or one for each head as
             in the paper. Default None: no StableMask.
         rotary_base: base of "rope". The longest wavelength is about 2 * pi * rotary_base tokens. Default 10000.
-        scale: factor of q . k. Default None: 1 / sqrt(d).
+        scale: factor of q . k, above 0: torch's kernels multiply the mask by it. Default None: 1 / sqrt(d).
         fire_hidden_size: `hidden_size` of `FireBias`. Default 32.
         fire_c: `c` of `FireBias`. Default 0.1.
         fire_threshold: `threshold` of `FireBias`. Default 512.
@@ -88,12 +88,12 @@ class SoftmaxAttention(nn.Module):
         check_choice("position", position, get_args(Position))
         if position == "rope" and (head_dim % 2 or head_dim < 4):
             raise ValueError(f"head_dim must be even and at least 4 with position 'rope', got {head_dim}.")
-        for name, value in (("rotary_base", rotary_base), ("fire_c", fire_c), ("fire_threshold", fire_threshold)):
+        scale = head_dim**-0.5 if scale is None else scale
+        above_0 = {"scale": scale, "rotary_base": rotary_base, "fire_c": fire_c, "fire_threshold": fire_threshold}
+        for name, value in above_0.items():
             check_number(name, value, "a finite number above 0", lambda x: 0 < x < math.inf)
-        if scale is not None:
-            check_finite("scale", scale)
         self.num_heads, self.head_dim, self.position, self.window = num_heads, head_dim, position, window
-        self.rotary_base, self.scale = rotary_base, head_dim**-0.5 if scale is None else scale
+        self.rotary_base, self.scale = rotary_base, scale
         self.stable_mask_gamma = _per_head("stable_mask_gamma", stable_mask_gamma, num_heads)
         self.scaling = RotaryScaling()
         if position == "fire":

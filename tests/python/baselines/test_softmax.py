@@ -453,6 +453,7 @@ INVALID_MODULES |= {
     for name in ("scale", "rotary_base", "fire_c", "fire_threshold", "stable_mask_gamma")
     for value, word in (("x", "str"), (torch.ones(4), "Tensor"), (True, "bool"), (math.inf, "inf"), (math.nan, "nan"))
 }
+INVALID_MODULES |= {f"scale {x}": ((4, 8), {"scale": x}, f"scale .* above 0, got {x}") for x in (0, -0.5)}
 INVALID_MODULES["gammas as text"] = ((4, 8), {"stable_mask_gamma": ["a"] * 4}, "stable_mask_gamma.* str")
 
 
