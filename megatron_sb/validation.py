@@ -108,9 +108,15 @@ def check_number(
 
 def check_finite(name: str, value: object) -> None:
     """Raise TypeError unless value is a number, and ValueError unless it is finite."""
+    check_number(name, value, "a finite number", _is_finite)
+
+
+def _is_finite(value: float) -> bool:
     # math.isfinite would specialise a symbolic number. Comparisons only add guards. Ints may be larger than any float.
     largest = sys.float_info.max
-    check_number(name, value, "a finite number", lambda x: -largest <= x <= largest)
+    if not isinstance(value, (int, float)) and hasattr(value, "item"):
+        value = value.item()  # numpy would convert `largest` to the type of the value, to inf in float32
+    return -largest <= value <= largest
 
 
 def check_flag(name: str, value: object) -> None:

@@ -1,5 +1,6 @@
 """Forget gates of modules, and the auxiliary loss that keeps them open."""
 
+import numpy as np
 import pytest
 import torch
 from support.messages import mentions
@@ -76,6 +77,7 @@ def test_training_closes_gates_of_useless_keys_only():
         ({"logits": "cosine"}, "logits 'cosine' 'dot' 'euclidean'"),
         ({"forget_gate_loss": 0.1}, "forget_gate_loss 0.1 forget_gate"),
         ({"forget_gate": True, "forget_gate_loss": -1.0}, "forget_gate_loss -1.0"),
+        ({"forget_gate": True, "forget_gate_loss": np.float32("inf")}, "forget_gate_loss finite inf"),
     ],
 )
 def test_an_invalid_option_raises_an_error(options, words):

@@ -332,6 +332,7 @@ def test_the_calls_without_changes_are_valid():
     assert packed().shape == kvcache().shape == (8, 4, 16)
 
 
+@pytest.mark.filterwarnings("error")  # numpy's comparisons warn if a number does not fit a narrow type
 def test_numbers_of_numpy_and_torch_are_accepted():
     assert packed(max_seqlen=torch.tensor(5), max_seqlen_k=np.int64(5)).shape == (8, 4, 16)
     assert packed(max_seqlen=2**70, max_seqlen_k=2**40).shape == (8, 4, 16)
