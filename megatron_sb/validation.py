@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,12 @@ def _is_finite(value: float) -> bool:
     if not isinstance(value, (int, float)) and hasattr(value, "item"):
         value = value.item()  # numpy would convert `largest` to the type of the value, to inf in float32
     return -largest <= value <= largest
+
+
+def check_integer(name: str, value: object) -> None:
+    """Raise TypeError unless value is an int, or an integer of numpy."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an int, got {value!r}.")
 
 
 def check_flag(name: str, value: object) -> None:

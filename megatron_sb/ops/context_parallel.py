@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_sb.ops.groups import Group, group_size, hierarchical_pair, process_group
 from megatron_sb.ops.received_bytes import ReceivedBytes, Sizes, received_bytes
 from megatron_sb.options import DEFAULT_MASS_THRESHOLD, LAYOUTS, LOGITS, PACKINGS, check_option_types
-from megatron_sb.validation import check_choice, check_flag, check_optional_tensors, check_tensor
+from megatron_sb.validation import check_choice, check_flag, check_integer, check_optional_tensors, check_tensor
 
 _WHY_NOT_COMPILED = (
     "megatron_sb: context parallelism is not a part of a compiled graph, because ranks exchange data in it. Compile "
@@ -451,8 +451,9 @@ def context_parallel_attention(
     return (o, mass) if return_mass else o
 
 
-def _check_sequence(x: object, cu_seqlens: Tensor | None) -> list[int] | None:
+def _check_sequence(x: object, dim: object, cu_seqlens: Tensor | None) -> list[int] | None:
     check_tensor("x", x)
+    check_integer("dim", dim)
     offsets, error = _offsets(cu_seqlens)
     if error:
         raise ValueError(error)
@@ -481,6 +482,7 @@ def shard_positions(
 
     Raises:
         ValueError: If an argument is invalid.
+        TypeError: If num_ranks or seq_len is no int.
 
     Example:
         >>> from megatron_sb.ops.context_parallel import shard_positions
@@ -491,6 +493,10 @@ def shard_positions(
         tensor([[ 0,  1,  2],
                 [ 3,  4, -1]])
     """
+    for name, value in (("num_ranks", num_ranks), ("seq_len", seq_len)):
+        check_integer(name, value)
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks must be at least 1, got {num_ranks}.")
     offsets, error = _offsets(cu_seqlens)
     if error:
         raise ValueError(error)
@@ -526,7 +532,7 @@ def shard_sequence(
 
     Raises:
         ValueError: If offsets or dim are invalid, or this rank is not in the group.
-        TypeError: If cp_group is neither a process group nor a DeviceMesh, or x is not a tensor.
+        TypeError: If cp_group is neither a process group nor a DeviceMesh, x is not a tensor, or dim is no int.
 
     Example:
         >>> import torch
@@ -537,7 +543,7 @@ def shard_sequence(
         torch.Size([1, 64, 8])
         >>> dist.destroy_process_group()
     """
-    offsets = _check_sequence(x, cu_seqlens)
+    offsets = _check_sequence(x, dim, cu_seqlens)
     return torch.ops.megatron_sb.shard_sequence(
         x, process_group(cp_group).group_name, dim, _text("layout", layout), offsets, _text("packing", packing)
     )
@@ -573,7 +579,7 @@ def unshard_sequence(
             `shard_sequence` returns. Or if the ranks disagree on the other sizes or the dtype of x, dim, layout,
             packing or cu_seqlens. On this rank alone, if its cu_seqlens has a wrong type, dtype or number of
             dimensions.
-        TypeError: If cp_group is neither a process group nor a DeviceMesh, or x is not a tensor.
+        TypeError: If cp_group is neither a process group nor a DeviceMesh, x is not a tensor, or dim is no int.
         RuntimeError: If another rank is lost, or does not call the function before the timeout of the group.
 
     Example:
@@ -587,7 +593,7 @@ def unshard_sequence(
         True
         >>> dist.destroy_process_group()
     """
-    offsets = _check_sequence(x, cu_seqlens)
+    offsets = _check_sequence(x, dim, cu_seqlens)
     return torch.ops.megatron_sb.unshard_sequence(
         x, process_group(cp_group).group_name, dim, _text("layout", layout), offsets, _text("packing", packing)
     )

@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_sb.ops import attention
 from megatron_sb.ops.context_parallel import ContextParallelPlan, context_parallel_attention, shard_sequence
 from megatron_sb.ops.groups import Group
+from megatron_sb.validation import check_integer
 
 
 @contextlib.contextmanager
@@ -44,7 +45,7 @@ def shared_sequence(
             an argument of the attention is invalid, or if it gets other rows than the plan's local ones.
             `stickbreaking_attention_varlen` raises: the documents are those of the plan.
             `stickbreaking_attention_with_kvcache` raises: a cache holds whole sequences.
-        TypeError: If plan is not a ContextParallelPlan, or one of `tensors` is not a tensor.
+        TypeError: If plan is not a ContextParallelPlan, one of `tensors` is not a tensor, or dim is no int.
 
     Example:
         >>> import torch
@@ -59,6 +60,7 @@ def shared_sequence(
     """
     if not isinstance(plan, ContextParallelPlan):
         raise TypeError(f"plan must be a ContextParallelPlan, got {type(plan).__name__}.")
+    check_integer("dim", dim)
     if attention.over_ranks is not None:
         raise ValueError(f"shared_sequence must not be inside another one, got {plan!r} inside.")
     local = tuple(_shard(plan, x, dim) for x in tensors)

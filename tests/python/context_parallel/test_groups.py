@@ -1,11 +1,13 @@
 """The group of every context-parallel function: the error names the argument and says what to do."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from support.messages import mentions
 
 import megatron_sb as sb
+from megatron_sb.ops.context_parallel import shard_positions
 
 X = torch.zeros(1, 4, 2, 8)
 CALLS = {
@@ -59,3 +61,35 @@ def test_hierarchical_groups(group, error, words, one_rank):
 def test_no_group_at_all():
     with pytest.raises(ValueError, match=mentions("cp_group plan neither")):
         sb.context_parallel_attention(X, X, X)
+
+
+NO_INTEGERS = {
+    "positions: ranks": (lambda: shard_positions(2.0, 8), "num_ranks int 2.0"),
+    "positions: rows": (lambda: shard_positions(2, 8 / 2), "seq_len int 4.0"),
+    "positions: a bool": (lambda: shard_positions(True, 8), "num_ranks int True"),
+    "shard": (lambda: sb.shard_sequence(X, dist.group.WORLD, 1.0), "dim int 1.0"),
+    "unshard": (lambda: sb.unshard_sequence(X, dist.group.WORLD, "1"), "dim int '1'"),
+    "shared sequence": (lambda: shared(dim="1"), "dim int '1'"),
+}
+
+
+def shared(**options):
+    """Enter a block with a tensor of 4 rows."""
+    with sb.shared_sequence(sb.ContextParallelPlan(dist.group.WORLD, 4), X, **options):
+        pass
+
+
+@pytest.mark.parametrize(("call", "words"), NO_INTEGERS.values(), ids=NO_INTEGERS)
+def test_numbers_that_are_no_integers(call, words, one_rank):
+    with pytest.raises(TypeError, match=mentions(words)):
+        call()
+
+
+def test_no_ranks():
+    with pytest.raises(ValueError, match=mentions("num_ranks at least 1 0")):
+        shard_positions(0, 8)
+
+
+def test_integers_of_numpy_are_accepted(one_rank):
+    assert shard_positions(np.int64(2), np.int32(8)).tolist() == shard_positions(2, 8).tolist()
+    shared(dim=np.int64(-3))
