@@ -18,6 +18,8 @@ from megatron_sb.ops.shared_sequence import shared_plan
 from megatron_sb.options import COMMS, DEFAULT_MASS_THRESHOLD, LAYOUTS, LayerOptions, check_head_dim
 from megatron_sb.validation import check_choice, check_counts, check_flag, check_number, check_tensor, head_dim_of
 
+_COMMS = tuple(comm for comm in COMMS if comm != "a2a+p2p")  # which needs groups that a layer does not have
+
 
 def _checked_head_dim(
     hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None, euclidean: bool
@@ -67,7 +69,8 @@ class StickBreakingSelfAttention(nn.Module):
             loss of a rank counts by its share of the rows. copy.deepcopy shares the group. Default: None, no context
             parallelism.
         layout: see `context_parallel_attention`. Not used without cp_group or a plan. Default: "zigzag".
-        comm: see `context_parallel_attention`. Not used without cp_group or a plan. Default: "auto".
+        comm: "auto", "p2p", "all_gather" or "a2a", see `context_parallel_attention`. Not used without cp_group or a
+            plan. Default: "auto".
         device: device of the parameters.
         dtype: dtype of the parameters.
 
@@ -127,7 +130,7 @@ class StickBreakingSelfAttention(nn.Module):
         )
         check_flag("bias", bias)
         check_choice("layout", layout, LAYOUTS)
-        check_choice("comm", comm, COMMS)
+        check_choice("comm", comm, _COMMS)
         self.gate_loss: Tensor | None = None
         self.cp_group, self.layout, self.comm = cp_group, layout, comm
         kind = {"device": device, "dtype": dtype}
