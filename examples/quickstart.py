@@ -40,6 +40,10 @@ if options.length < 8 or options.length % 8:  # a quarter of it must begin with 
 for name in ("steps", "batch"):
     if getattr(options, name) < 1:
         parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
+try:
+    options.out.mkdir(parents=True, exist_ok=True)
+except OSError as error:
+    parser.error(f"--out must be a folder that can be created, got {str(options.out)!r}: {error.strerror}")
 
 
 # %% The data
@@ -142,7 +146,6 @@ results: dict[str, list[float]] = {}
 for kind, model in models.items():
     with torch.no_grad():
         results[kind] = [digit_losses(model, held_out[:, -n:])[:, -8:].mean().item() for n in lengths]
-options.out.mkdir(parents=True, exist_ok=True)
 (options.out / "results.json").write_text(json.dumps({"lengths": lengths, **results}, indent=2) + "\n")
 print("context        ", *(f"{n:6d}" for n in lengths))
 for kind, losses in results.items():
