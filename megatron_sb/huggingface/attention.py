@@ -43,6 +43,8 @@ NO_ROTATION_0_1 = "none"  # its name in checkpoints of version 0.1
 MODEL_TYPE = "stick_breaking"  # of StickBreakingConfig. Its models have no positions.
 # Keyword arguments that models pass to the attention, and the only supported value of each.
 REQUIRED_VALUES = {"sliding_window": None, "softcap": None, "s_aux": None, "position_bias": None, "head_mask": None}
+# Options of StickBreakingConfig that this function would ignore in another configuration, and the supported value.
+REQUIRED_OPTIONS = {"reach": None, "logits": "dot"}
 
 
 def register() -> None:
@@ -120,7 +122,7 @@ def attention_forward(
 
     Raises:
         ValueError: if the call needs positions, dropout, a sliding window, a soft cap, sinks, attention to newer keys,
-            or output_attentions.
+            or output_attentions, or the configuration has `reach` or `logits`.
     """
     check_positions(module)
     _require(dropout == 0, "dropout", dropout, "0")
@@ -135,6 +137,9 @@ def attention_forward(
         documents = (kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q"))
         attention_mask = with_documents(attention_mask, *documents, (query.shape[0], query.shape[2]))
     config = module.config
+    for name, required in REQUIRED_OPTIONS.items():
+        chosen = getattr(config, name, required)
+        _require(chosen == required, f"{name} of the configuration", chosen, repr(required))
     out = attend(
         query.transpose(1, 2),
         key.transpose(1, 2),

@@ -278,6 +278,15 @@ def test_options_of_the_configuration():
     assert reloaded.attend_current and reloaded.rope_parameters["rope_type"] == attention.NO_ROTATION
 
 
+@pytest.mark.parametrize(("option", "value"), [("reach", (0.5, 10.0)), ("logits", "euclidean")])
+def test_options_that_only_our_decoder_has(option, value):
+    model, required = make_model(without_rotation(**{option: value})), attention.REQUIRED_OPTIONS[option]
+    with pytest.raises(ValueError, match=mentions(f"{option} configuration {required} {value!r}")):
+        logits(model, tokens(1, 8))
+    setattr(model.config, option, required)
+    assert logits(model, tokens(1, 8)).isfinite().all()
+
+
 @pytest.mark.parametrize("rope_type", [attention.NO_ROTATION, "none"], ids=["today", "version 0.1"])
 def test_saved_models_refuse_other_attention(tmp_path, rope_type):
     """Without positions softmax does not see the order of the keys, so that its logits would be wrong."""
