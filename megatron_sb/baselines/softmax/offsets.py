@@ -7,6 +7,7 @@ import itertools
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.nn.attention.flex_attention import BlockMask
 
 from megatron_sb.ops.snapshot import Snapshot
@@ -18,9 +19,18 @@ def shared_by_layers(function):
     """Cache a function of sizes: the first layer of a batch calls it, the other layers reuse its result.
 
     The function runs with inference mode off, because autograd could not save a cached tensor from inference mode in a
-    later training call.
+    later training call. There is no cache while a graph is traced or tensors are fake: fake tensors must not reach
+    other calls, and cannot be combined with real ones.
     """
-    return functools.lru_cache(maxsize=4)(torch.inference_mode(False)(function))
+    uncached = torch.inference_mode(False)(function)
+    cached = functools.lru_cache(maxsize=4)(uncached)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        is_traced = torch.compiler.is_compiling() or detect_fake_mode() is not None
+        return (uncached if is_traced else cached)(*args, **kwargs)
+
+    return call
 
 
 class LastOffsets:

@@ -9,6 +9,7 @@ from support.fake_gpu import OnFakeGpu, on_fake_gpu
 from support.memory import quiet
 from support.messages import mentions
 from support.softmax import cu_seqlens_of, make_inputs
+from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from torch.func import functional_call
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -424,6 +425,16 @@ class TestBetweenCalls:
         inputs = make_inputs(17)
         module(*inputs, cu_seqlens_of(*lengths)).sum().backward()
         assert all(x.grad.isfinite().all() for x in inputs)
+
+    @variants
+    def test_fake_tensors_between_real_ones(self, options, scaling):
+        """Calls with fake tensors, as to estimate memory, and real calls with the same lengths share no cache."""
+        module, inputs, gates = make_module(options, scaling), make_inputs(1, 19), torch.zeros(1, 19, 2)
+        for _ in range(2):
+            with FakeTensorMode(allow_non_fake_inputs=options.get("position") == "fire"):
+                assert is_fake(module(*make_inputs(1, 19), None, torch.zeros(1, 19, 2)))
+            o = module(*inputs, None, gates)
+            assert not is_fake(o) and o.isfinite().all()
 
 
 def test_repr():
