@@ -50,10 +50,11 @@ class LastOffsets:
         Raises:
             ValueError: if the offsets decrease, or do not run from 0 to num_tokens.
         """
-        if self._last is None or self._last[0] is not cu_seqlens or not self._last[1].is_current(cu_seqlens):
+        last = self._last  # read once: another thread may replace it
+        if last is None or last[0] is not cu_seqlens or not last[1].is_current(cu_seqlens):
             snapshot = Snapshot("cu_seqlens", cu_seqlens)
-            self._last = (cu_seqlens, snapshot, snapshot.values.tolist())
-        bounds = self._last[2]
+            self._last = last = (cu_seqlens, snapshot, snapshot.values.tolist())
+        bounds = last[2]
         lengths = [end - start for start, end in itertools.pairwise(bounds)]
         if bounds[0] != 0 or bounds[-1] != num_tokens or min(lengths) < 0:
             raise ValueError(f"cu_seqlens must be non-decreasing offsets from 0 to {num_tokens}, got {bounds}.")

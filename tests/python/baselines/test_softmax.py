@@ -408,6 +408,13 @@ class TestBetweenCalls:
         first[1] = 3
         assert (last.lengths(first, 6), OnFakeGpu.reads) == ((3, 3), 6)
 
+    def test_offsets_of_another_thread(self, monkeypatch):
+        """Another thread reads its own offsets while this one compares those that it read before."""
+        last, mine, other = offsets.LastOffsets(), cu_seqlens_of(2, 4), cu_seqlens_of(5, 1)
+        last.lengths(mine, 6)
+        monkeypatch.setattr(offsets.Snapshot, "is_current", lambda self, x: bool(last.lengths(other, 6)))
+        assert last.lengths(mine, 6) == (2, 4)
+
     def test_offsets_on_a_gpu_are_overwritten_without_a_version_change(self):
         """The device compares the values and stops with an error. On this fake GPU, the comparison raises at once."""
         last, cu_seqlens = offsets.LastOffsets(), on_fake_gpu(cu_seqlens_of(2, 4))
