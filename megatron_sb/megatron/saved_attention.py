@@ -19,6 +19,7 @@ import argparse
 import functools
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -201,8 +202,10 @@ def _patch(checkpointing: ModuleType) -> None:
         state, path = loaded[:2]
         # With --use-checkpoint-args Megatron also reads a checkpoint while it parses the arguments.
         if state and args is script_arguments():
-            check_checkpoint(state.get("args"), Path(path), args)
-            _check_layer_names(state.get("args"), Path(path), args)
+            # A local checkpoint (--non-persistent-ckpt-type local) has an identifier instead of a path.
+            folder = Path(path if isinstance(path, (str, os.PathLike)) else args.non_persistent_local_ckpt_dir)
+            check_checkpoint(state.get("args"), folder, args)
+            _check_layer_names(state.get("args"), folder, args)
             _expect_saved_layers(state, args)
         return loaded
 

@@ -161,6 +161,18 @@ def test_loading_compares_and_saving_marks(megatron_training):
     assert checkpointing._build_sharded_state_dict_metadata(script, dp_cp_group=None) == {"own": 1}
 
 
+def test_local_checkpoints_are_compared(megatron_training):
+    """A manager of local checkpoints returns an identifier: the step, the rank and the job."""
+    script, checkpointing = megatron_training.script, megatron_training.checkpointing
+    script.non_persistent_local_ckpt_dir, loaded = "local", ({"args": arguments()}, (2, 0, "job"), False, "LOCAL")
+    checkpointing._load_base_checkpoint = lambda *args, **kwargs: loaded
+    compare_when_loading()
+    assert checkpointing._load_base_checkpoint(None, script, rank0=True) == loaded
+    script.sb_head_norm = True
+    with pytest.raises(ValueError, match=mentions("args.sb_head_norm local False True")):
+        checkpointing._load_base_checkpoint(None, script, rank0=True)
+
+
 def test_another_release_of_megatron(megatron_training):
     """Its module of checkpoints has other functions: a warning, and the script runs."""
     del megatron_training.checkpointing._build_sharded_state_dict_metadata
