@@ -27,6 +27,7 @@ from pathlib import Path
 from types import ModuleType
 
 from megatron_sb.megatron.arguments import StickBreakingOptions
+from megatron_sb.megatron.layer_selection import hybrid_pattern_of
 from megatron_sb.megatron.settings import script_arguments
 
 ALLOW_FLAG = "--sb-allow-mismatch"
@@ -111,7 +112,8 @@ def _check_layer_names(saved: argparse.Namespace | None, folder: Path, args: arg
     """Raise ValueError if a distributed checkpoint lacks the names of the weights of a mixed model.
 
     It names the weights of each layer, or stacks those of all layers under one name. Mixed models need the former.
-    Megatron would list all names as missing keys.
+    Megatron would list all names as missing keys. A hybrid model names its layers in any case, and Megatron finds the
+    stacked weights for it.
 
     Args:
         saved: the arguments in the checkpoint. None if it has none.
@@ -119,7 +121,9 @@ def _check_layer_names(saved: argparse.Namespace | None, folder: Path, args: arg
         args: the arguments of the script.
     """
     layers = getattr(args, "sb_layers", None) if _attention_of(args)[SWITCH] else None
-    if layers is None or getattr(saved, "sb_layers", None) is not None or not (folder / ".metadata").is_file():
+    if layers is None or hybrid_pattern_of(args) or getattr(saved, "sb_layers", None) is not None:
+        return
+    if not (folder / ".metadata").is_file():
         return
     from megatron_sb.megatron.metadata import read_metadata
 

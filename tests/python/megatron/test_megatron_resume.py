@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from support.launch import megatron_losses, run_worker
 from support.megatron_loop import ACCEPTED, MEGATRON, PRETRAIN, needs_training, train
 from support.messages import mentions
@@ -21,7 +22,7 @@ from megatron_sb.megatron import (
     settings,
 )
 from megatron_sb.megatron.saved_attention import MARKER, check_checkpoint, compare_when_loading
-from megatron_sb.megatron.weights import write_attention_kind
+from megatron_sb.megatron.weights import write_attention_kind, write_weights
 
 CHECKPOINT = Path("run/iter_0000100")
 
@@ -131,6 +132,17 @@ def test_converted_checkpoints(kind, tmp_path):
     check_checkpoint(None, tmp_path, arguments(sb_attend_current=True))
     with pytest.raises(ValueError, match=mentions("args.stick_breaking_attention True False")):
         check_checkpoint(None, tmp_path, SOFTMAX)
+
+
+def test_names_of_layers_in_distributed_checkpoints(tmp_path):
+    """Mixed GPT models need the weights of each layer. Hybrid models of Megatron also find stacked weights."""
+    write_weights(tmp_path, {"decoder.layers.mlp.router.weight": torch.ones(2, 8)}, num_layers=2, num_experts=None)
+    mixed = arguments(sb_layers=(1, 0))
+    with pytest.raises(ValueError, match=mentions("args.sb_layers None (1, 0)")):
+        saved_attention._check_layer_names(arguments(), tmp_path, mixed)
+    saved_attention._check_layer_names(arguments(sb_layers=(0, 1)), tmp_path, mixed)
+    mixed.hybrid_layer_pattern = "*-*-"
+    saved_attention._check_layer_names(arguments(), tmp_path, mixed)
 
 
 @pytest.fixture
@@ -320,6 +332,15 @@ def test_stacked_checkpoints_of_mixed_models(checkpoint, tmp_path):
     load = f"{OPTIMIZER} {WEIGHTS} --load {checkpoint} --sb-layers [1,0] --no-masked-softmax-fusion"
     with pytest.raises(AssertionError, match=mentions("args.sb_layers --sb-layers None --ckpt-convert-format (1, 0)")):
         train("cpu", 1, tmp_path, *load.split())
+
+
+@needs_training
+def test_stacked_checkpoints_load_into_mixed_hybrid_models(checkpoint, tmp_path):
+    """Megatron finds the weights of each layer of a hybrid model in the checkpoint of a GPT."""
+    hybrid = "--spec megatron_mixers hybrid_stack_spec --hybrid-layer-pattern *-*- --sb-layers [1,0] --sb-attend-current"
+    flags = f"{OPTIMIZER} {WEIGHTS} {hybrid} --no-masked-softmax-fusion"
+    losses = train("cpu", 1, tmp_path, *flags.split(), "--load", str(checkpoint))
+    assert len(losses) == 2 and losses[0] < train("cpu", 1, tmp_path, *flags.split())[0] - 0.05
 
 
 @needs_training

@@ -68,11 +68,22 @@ def _hybrid_stack_spec() -> ModuleSpec:
     norm, add = dense.input_layernorm, get_bias_dropout_add
 
     def layer(module: type, mixer) -> ModuleSpec:
-        parts = TransformerLayerSubmodules(input_layernorm=norm, self_attention=mixer, self_attn_bda=add)
+        parts = TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=mixer,
+            self_attn_bda=add,
+            sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+        )
         return ModuleSpec(module, submodules=parts)
 
     def mlp_layer(module: type, mlp) -> ModuleSpec:
-        return ModuleSpec(module, submodules=TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=mlp, mlp_bda=add))
+        parts = TransformerLayerSubmodules(
+            pre_mlp_layernorm=norm,
+            mlp=mlp,
+            mlp_bda=add,
+            sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+        )
+        return ModuleSpec(module, submodules=parts)
 
     mixer = ModuleSpec(MeanMixer)
     mamba = MambaLayerSubmodules(norm=norm, mixer=mixer, mamba_bda=add)
