@@ -44,7 +44,7 @@ from megatron_sb.megatron.layer_selection import (
     hybrid_pattern_of,
     keeps_softmax,
 )
-from megatron_sb.megatron.saved_attention import ALLOW_FLAG, compare_when_loading
+from megatron_sb.megatron.saved_attention import ALLOW_FLAG, allow_mismatches, compare_when_loading
 from megatron_sb.megatron.settings import (
     CONFIG_REQUIREMENTS,
     LATENT_REQUIREMENTS,
@@ -74,7 +74,9 @@ def main() -> None:
     if FLAG in flags:
         _prepare(flags)
     elif ALLOW_FLAG in flags:
-        sys.argv.remove(ALLOW_FLAG)  # Megatron's parser gets no flags of this package
+        # Megatron's parser does not know the flag. A script with layers of this package compares without the launcher.
+        sys.argv = [script, *(flag for flag in flags if flag != ALLOW_FLAG)]
+        allow_mismatches()
     else:
         compare_when_loading()
     runpy.run_path(script, run_name="__main__")

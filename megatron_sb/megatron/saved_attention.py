@@ -39,6 +39,7 @@ CHECKPOINTING = "megatron.training.checkpointing"
 REPLACED = ("_load_base_checkpoint", "_build_sharded_state_dict_metadata")  # functions of that module
 SPEC_MODULE = "megatron_sb.megatron.spec"
 STACK = "decoder.layers."  # in the names of weights, followed by the number of a layer if it has names of its own
+_allowed_in_process: set[str] = set()  # contains ALLOW_FLAG if the launcher took it from the command line
 
 
 def record_options(options: StickBreakingOptions) -> None:
@@ -73,6 +74,11 @@ def compare_when_loading() -> None:
         sys.meta_path.insert(0, _AfterImport(CHECKPOINTING, _patch))
 
 
+def allow_mismatches() -> None:
+    """Let this process load every checkpoint, as with `sb_allow_mismatch` in the arguments of the script."""
+    _allowed_in_process.add(ALLOW_FLAG)
+
+
 def check_checkpoint(saved: argparse.Namespace | None, folder: Path, args: argparse.Namespace) -> None:
     """Raise ValueError if a checkpoint was saved by a model with another attention than the model of a script.
 
@@ -97,7 +103,8 @@ def check_checkpoint(saved: argparse.Namespace | None, folder: Path, args: argpa
 pass --sb-logits euclidean, or pass --sb-allow-mismatch to load the weights into this other model.
     """
     found, own = _saved_attention(saved, folder, args), _attention_of(args)
-    if found is None or getattr(args, "sb_allow_mismatch", False) or not (found[SWITCH] or own[SWITCH]):
+    allowed = getattr(args, "sb_allow_mismatch", False) or ALLOW_FLAG in _allowed_in_process
+    if found is None or allowed or not (found[SWITCH] or own[SWITCH]):
         return
     for name, value in found.items():
         if own[name] != value:

@@ -271,6 +271,24 @@ def test_a_softmax_script_under_the_launcher(tmp_path):
     assert found == [[True, []], [False, ["--lr", "1"]]]
 
 
+def test_a_script_with_layers_of_this_package_under_the_launcher(tmp_path):
+    """They compare the attention of checkpoints without the launcher, which takes the flag from the command line."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "from argparse import Namespace\n"
+        "from megatron_sb.megatron.saved_attention import check_checkpoint\n"
+        "saved = Namespace(stick_breaking_attention=True, sb_head_norm=True)\n"
+        "check_checkpoint(saved, 'run', Namespace(stick_breaking_attention=True, sb_allow_mismatch=False))\n"
+        "print(sys.argv[1:])\n"
+    )
+    command = [sys.executable, "-m", "megatron_sb.megatron.launch", str(script), "--lr", "1"]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "args.sb_head_norm (--sb-head-norm) must be True" in refused.stderr
+    allowed = subprocess.run([*command, "--sb-allow-mismatch"], capture_output=True, text=True, timeout=120)
+    assert allowed.stdout == "['--lr', '1']\n", allowed.stderr
+
+
 OPTIMIZER = "--use-distributed-optimizer --train-iters 4 --rerun-mode disabled"
 
 
@@ -337,8 +355,8 @@ def test_stacked_checkpoints_of_mixed_models(checkpoint, tmp_path):
 @needs_training
 def test_stacked_checkpoints_load_into_mixed_hybrid_models(checkpoint, tmp_path):
     """Megatron finds the weights of each layer of a hybrid model in the checkpoint of a GPT."""
-    hybrid = "--spec megatron_mixers hybrid_stack_spec --hybrid-layer-pattern *-*- --sb-layers [1,0] --sb-attend-current"
-    flags = f"{OPTIMIZER} {WEIGHTS} {hybrid} --no-masked-softmax-fusion"
+    hybrid = "--spec megatron_mixers hybrid_stack_spec --hybrid-layer-pattern *-*- --sb-layers [1,0]"
+    flags = f"{OPTIMIZER} {WEIGHTS} {hybrid} --sb-attend-current --no-masked-softmax-fusion"
     losses = train("cpu", 1, tmp_path, *flags.split(), "--load", str(checkpoint))
     assert len(losses) == 2 and losses[0] < train("cpu", 1, tmp_path, *flags.split())[0] - 0.05
 
