@@ -90,8 +90,8 @@ def check_one_kind(kind: str, folder: Path) -> None:
     """Raise ValueError for a model with layers of several kinds or gated delta nets, which no other format has."""
     if kind not in ("stick_breaking", "softmax"):
         raise InputError(
-            f"the kind of attention must be 'stick_breaking' or 'softmax' to convert {folder}, got {kind!r}. Use it in "
-            "the trainer: load_run reads it, and initial_checkpoint trains it further."
+            f"the kind of attention must be 'stick_breaking' or 'softmax' to convert {folder}, got {kind!r}. Use it "
+            "where it was trained: in Megatron's scripts (--load), or in the trainer (load_run, initial_checkpoint)."
         )
 
 

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_sb.megatron.integrity import check_files
 from megatron_sb.megatron.metadata import load_state, read_metadata
+from megatron_sb.megatron.saved_attention import MARKER
 from megatron_sb.megatron.shards import PREFIXES, join_shards
 from megatron_sb.validation import InputError, read_json_object
 
@@ -126,18 +127,35 @@ def write_attention_kind(folder: Path, kind: str) -> None:
 
 
 def read_attention_kind(folder: Path) -> str | None:
-    """Return what `write_attention_kind` recorded, or None without a record.
+    """Return what `write_attention_kind` recorded, or what the markers of Megatron's loop say. None without both.
 
     Raises:
         ValueError: if the record cannot be read.
     """
     path = folder / ATTENTION
     if not path.exists():
-        return None
+        return _marked_kind(folder) if (folder / ".metadata").exists() else None
     kind = read_json_object(path).get("kind")
     if not isinstance(kind, str):
         raise InputError(f"{path}: kind must be a string, got {kind!r}.")
     return kind
+
+
+def _marked_kind(folder: Path) -> str | None:
+    """Return the kind of attention of a model whose stick-breaking layers have markers, or None without markers.
+
+    The layers of a mixed model have names of their own, in which the number of the layer follows LAYERS.
+    """
+    try:
+        entries = read_metadata(folder).state_dict_metadata
+    except ValueError:
+        return None  # the function that reads the weights says what is wrong
+    names = [name.removeprefix(LAYERS) for name in entries if name.startswith(LAYERS)]
+    marked = {name.partition(".")[0] for name in names if f".core_attention.{MARKER}" in name}
+    if not marked:
+        return None
+    attention = {name.partition(".")[0] for name in names if name.endswith(".self_attention.linear_proj.weight")}
+    return "mixed" if attention - marked else "stick_breaking"
 
 
 @contextlib.contextmanager

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from support.launch import run_worker
 from support.megatron_loop import needs_training, train
 
 from megatron_sb import checkpoints
 from megatron_sb.huggingface import StickBreakingConfig
-from megatron_sb.megatron.weights import read_weights
+from megatron_sb.megatron.saved_attention import MARKER
+from megatron_sb.megatron.weights import EMBEDDING, read_attention_kind, read_weights
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
 FLAGS = (
@@ -47,6 +49,23 @@ def test_megatrons_scripts_save_and_load(tmp_path):
     expected, found = (losses(1, "--load", folder, *still) for folder in (saved, back))
     assert found == expected and len(found) == 3
     assert found[0] < trained[0] - 0.3
+
+
+@pytest.mark.parametrize(("marked", "kind"), [((), None), ((0,), "mixed"), ((0, 1), "stick_breaking")])
+def test_markers_of_megatrons_loop(marked, kind, tmp_path):
+    """They say which layers are stick-breaking. A model with other layers, too, has no place in the other formats."""
+    layers = [f"decoder.layers.{number}.self_attention" for number in range(2)]
+    state = {f"{layer}.linear_proj.weight": torch.zeros(8, 8) for layer in layers} | {EMBEDDING: torch.zeros(8, 8)}
+    state |= {f"{layers[number]}.core_attention.{MARKER}/shard_0_1": [True] for number in marked}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    (tmp_path / "metadata.json").write_text("{}")
+    assert read_attention_kind(tmp_path) == kind
+    StickBreakingConfig(vocab_size=8, hidden_size=8, num_attention_heads=1).save_pretrained(tmp_path / "config")
+    words = {None: "Missing weights", "mixed": "'stick_breaking' .* got 'mixed'", "stick_breaking": "swap_attention"}
+    with pytest.raises(ValueError, match=words[kind]):
+        checkpoints.load(tmp_path, tmp_path / "config", swap_attention=kind != "mixed")
+    (tmp_path / ".metadata").write_bytes(b"cut off")
+    assert read_attention_kind(tmp_path) is None  # the loader of the weights reports the file
 
 
 def test_no_checkpoint(tmp_path):
