@@ -353,6 +353,19 @@ def test_stacked_checkpoints_of_mixed_models(checkpoint, tmp_path):
 
 
 @needs_training
+def test_conversion_of_stacked_checkpoints_for_mixed_models(checkpoint, tmp_path):
+    """The flags in docs/megatron.md, in two jobs."""
+    lines = (Path(__file__).parents[3] / "docs/megatron.md").read_text().splitlines()
+    first, second = (line for line in lines if line.startswith(("--load OLD ", "--load NEW/torch ")))
+    own = f"{OPTIMIZER} --train-iters 2 --sb-attend-current --no-masked-softmax-fusion"
+    convert = first.replace("OLD", str(checkpoint)).replace("NEW", str(tmp_path))
+    assert train("cpu", 1, tmp_path, *own.split(), *convert.split()) == []
+    mixed = [*second.replace("NEW", str(tmp_path)).split()[:-1], "[1,0]"]
+    losses, fresh = (train("cpu", 1, tmp_path, *own.split(), *flags) for flags in (mixed, mixed[-2:]))
+    assert len(losses) == 2 and losses[0] < fresh[0] - 0.2
+
+
+@needs_training
 def test_stacked_checkpoints_load_into_mixed_hybrid_models(checkpoint, tmp_path):
     """Megatron finds the weights of each layer of a hybrid model in the checkpoint of a GPT."""
     hybrid = "--spec megatron_mixers hybrid_stack_spec --hybrid-layer-pattern *-*- --sb-layers [1,0]"
