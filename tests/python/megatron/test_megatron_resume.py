@@ -353,6 +353,14 @@ def test_stacked_checkpoints_of_mixed_models(checkpoint, tmp_path):
 
 
 @needs_training
+def test_checkpoints_without_the_parameters_of_new_options(checkpoint, tmp_path):
+    flags = f"{OPTIMIZER} --train-iters 4 --sb-attend-current --sb-head-norm --sb-allow-mismatch --load {checkpoint}"
+    fresh = train("cpu", 1, tmp_path, *OPTIMIZER.split(), "--sb-attend-current", "--sb-head-norm")
+    losses = train("cpu", 1, tmp_path, *flags.split(), "--dist-ckpt-strictness", "log_all", "--no-load-optim")
+    assert len(losses) == 2 and losses[0] < fresh[0] - 0.2
+
+
+@needs_training
 def test_conversion_of_stacked_checkpoints_for_mixed_models(checkpoint, tmp_path):
     """The flags in docs/megatron.md, in two jobs."""
     lines = (Path(__file__).parents[3] / "docs/megatron.md").read_text().splitlines()
