@@ -208,6 +208,9 @@ def train_tokenizer(folder: Path, vocab_size: int, out: Path) -> dict[str, int]:
 
     Returns:
         The number of tokens of every side.
+
+    Raises:
+        ValueError: The text of the train side is too short for so many tokens. Nothing is written.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -225,6 +228,11 @@ def train_tokenizer(folder: Path, vocab_size: int, out: Path) -> dict[str, int]:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_sample_of(folder), trainer)
+    if (found := tokenizer.get_vocab_size()) < vocab_size:
+        raise ConfigError(
+            f"vocab_size must be at most {found}, because a tokenizer of this train side has no more tokens, got "
+            f"{vocab_size}. Add text, or lower vocab_size."
+        )
     dtype = np.uint16 if vocab_size <= 2**16 else np.int32
     with replaced_folder(out) as new:
         tokenizer.save(str(new / "tokenizer.json"))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import sys
 
 import numpy as np
@@ -173,6 +174,18 @@ def test_command_writes_both_encodings_of_the_same_text(config, tmp_path):
         assert all(tokens[-1] == 0 for tokens in read) and sum(lengths) == report["tokens"][side]
     train_tokenizer(out / "bytes", 300, tmp_path / "again")
     assert contents(tmp_path / "again")["tokenizer.json"] == (out / "bpe" / "tokenizer.json").read_bytes()
+
+
+def test_a_vocabulary_that_is_too_large_for_the_text_is_an_error(config, tmp_path):
+    """`generate` compares data.vocab_size of a run, which is this field, with the tokens of tokenizer.json."""
+    pytest.importorskip("tokenizers")
+    build(config, tmp_path / "bytes")
+    with pytest.raises(ValueError, match=r"vocab_size must be at most \d+, .* got 100000\.") as raised:
+        train_tokenizer(tmp_path / "bytes", 100_000, tmp_path / "bpe")
+    assert sorted(path.name for path in tmp_path.iterdir() if "bpe" in path.name) == []
+    most = int(re.search(r"at most (\d+)", str(raised.value))[1])
+    train_tokenizer(tmp_path / "bytes", most, tmp_path / "bpe")
+    assert len(json.loads((tmp_path / "bpe" / "tokenizer.json").read_text())["model"]["vocab"]) == most
 
 
 def test_without_the_tokenizers_library_the_error_names_the_extra(monkeypatch):
