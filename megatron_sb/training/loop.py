@@ -202,6 +202,8 @@ class Job:
         config = self._config
         if self._report:
             self._report.start_stage(model, stage, progress)
+            if missed := self._profiler.missed(progress.step):
+                self._report.message(f"  {model} / {stage.name}: {missed}")
         self._evaluate_within(model, stage, engine, directory, progress)  # a run may have ended while it evaluated
         share_of_rows = engine.data_parallel_rank, engine.data_parallel_size, stage.rows_per_micro_batch
         for step in rows_ahead(sampler, stage.rows_per_step, stage.steps - progress.step, *share_of_rows):

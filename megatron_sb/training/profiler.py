@@ -12,6 +12,8 @@ from megatron_sb.validation import InputError
 class ProfilerWindow:
     """Profile a range of steps of each stage into DIR/MODEL.STAGE.json, for chrome://tracing or Perfetto.
 
+    A resumed stage that starts within the range profiles the steps that are left.
+
     Args:
         directory: DIR.
         first: first step to profile, from 1. 0 profiles nothing.
@@ -39,9 +41,20 @@ class ProfilerWindow:
             )
         return first, last
 
+    def missed(self, finished: int) -> str:
+        """Return which steps to profile a stage has finished before this job, in words; "" if none is missing.
+
+        finished: number of the stage's finished steps.
+        """
+        if not self._first or finished < self._first:
+            return ""
+        last = min(self._last, finished)
+        steps = f"step {last}" if last == self._first else f"steps {self._first} to {last}"
+        return f"{steps} of --profile {self._first}:{self._last} had ended before this job and cannot be profiled"
+
     def before(self, step: int) -> None:
-        """Start the profiler if `step` (from 1) is the first step to profile. Call before the step."""
-        if step == self._first:
+        """Start the profiler at the first step to profile that this job trains. Call before each step, from 1."""
+        if self._profiler is None and self._first <= step <= self._last:
             import torch
 
             self._profiler = torch.profiler.profile()

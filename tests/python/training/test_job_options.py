@@ -172,6 +172,26 @@ def test_profiled_steps_and_skipped_tiles(config, tmp_path, capsys):
         assert status == 2 and sentence in errors and f"got {window}" in errors, errors
 
 
+def test_a_resumed_run_profiles_the_steps_that_are_left(config, tmp_path):
+    small = ["parallel.ranks=1", "stages.0.context_parallel_size=1", "stages.1.context_parallel_size=1"]
+    small += ["compare=[stick_breaking]", "stages.0.steps=6", "stages.1.steps=5", "checkpoint.interval=3"]
+    out = tmp_path / "out"
+    status, _, errors = train(config, *small, "--out", out)
+    assert status == 0, errors
+    (out / "stick_breaking" / "checkpoints" / "latest").write_text("short-000003")
+    status, output, errors = train(config, *small, "--out", out, "--resume", "--profile", "2:4")
+    assert status == 0, errors
+    steps = {}
+    for trace in (out / "profile").iterdir():
+        names = [event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]]
+        steps[trace.name] = sum(name.startswith("Optimizer.step") for name in names)
+    assert steps == {"stick_breaking.short.json": 1, "stick_breaking.extended.json": 3}
+    missed = [line for line in output.splitlines() if "--profile" in line]
+    assert missed == [
+        "  stick_breaking / short: steps 2 to 3 of --profile 2:4 had ended before this job and cannot be profiled"
+    ]
+
+
 def test_a_run_that_diverges_keeps_its_last_good_checkpoint(config, tmp_path):
     """The second stage diverges."""
     out = tmp_path / "out"
