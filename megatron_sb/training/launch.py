@@ -7,6 +7,7 @@ a rank. Otherwise it starts `parallel.ranks` processes on this machine, which ca
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,6 +50,10 @@ def main(
         >>> main("configs/tiny_context_extension.yaml", ["stages.0.steps=10"], out="runs/short")
         0
     """
+    is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if is_rank:
+        # Until `loop.StopRequest` handles it, there is nothing to save. Python would print a traceback for each rank.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         config_path, out = _of_run(config_path, out, resume)
         config = configuration.load_config(config_path, overrides)
@@ -60,7 +65,7 @@ def main(
             raise
         say(str(error))
         return EXIT_REFUSED
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if is_rank:
         with garbage_collection_paused():
             from megatron_sb.training.rank import run_rank
 

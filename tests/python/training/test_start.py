@@ -38,6 +38,25 @@ def test_the_engine_is_imported_without_flash_linear_attention(tmp_path):
     assert (status, output) == (0, "imported\n"), errors
 
 
+def test_a_rank_that_is_interrupted_while_it_starts_ends_without_a_traceback(tmp_path):
+    """As with Ctrl-C in the first seconds: the supervisor forwards it to every rank."""
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALL_JOB)
+    script = (
+        "import os, signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'torch':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from megatron_sb.training import main\n"
+        f"main({str(path)!r}, out={str(tmp_path / 'out')!r})\n"
+    )
+    rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    assert run_command([sys.executable, "-c", script], **rank) == (-signal.SIGINT, "", "")
+    assert not (tmp_path / "out").exists()
+
+
 ONE_RANK = ["parallel.ranks=1", "report.tensorboard=false", "report.attention_interval=4", "evaluation.windows=2"]
 STAGES = [
     f"{{name: {name}, context_length: 32, steps: {steps}, rows_per_step: 4, learning_rate: 1e-2}}"
