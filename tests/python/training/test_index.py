@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import itertools
 import os
 import time
 import tracemalloc
@@ -14,6 +15,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_sb.megatron.indexed_documents import IndexedDocuments
+from megatron_sb.training import documents
 from megatron_sb.training.config import IndexedDataConfig, TextDataConfig, load_config
 from megatron_sb.training.data import RowSampler
 from megatron_sb.training.documents import load_corpus
@@ -220,3 +222,22 @@ def test_text_has_an_index_if_a_folder_is_named(tmp_path, capsys):
     assert capsys.readouterr().err.count("building") == 2  # the lengths and the split
     (texts / "3.txt").write_text("Text " * 4)
     assert load_corpus(indexed).fingerprint()["checksum"] != expected["checksum"]
+
+
+def test_a_builder_that_reads_many_files_shows_that_it_makes_progress(tmp_path, monkeypatch):
+    """To read all of them can take longer than the other processes wait for one that does nothing."""
+    texts, events = tmp_path / "texts", []
+    texts.mkdir()
+    for index in range(300):
+        (texts / f"{index}.txt").write_text("text " * (index + 1))
+    data = TextDataConfig(paths=(str(texts),), index_folder=str(tmp_path / "index"))
+    monkeypatch.setattr(os, "utime", lambda *_: events.append("progress"))
+
+    def open_and_note(*arguments):
+        events.append("file")
+        return open(*arguments)
+
+    monkeypatch.setattr(documents, "open", open_and_note, raising=False)
+    load_corpus(dataclasses.replace(load_config(TINY), data=data))
+    runs = [len([*group]) for event, group in itertools.groupby(events) if event == "file"]
+    assert sum(runs) == 300 and max(runs) <= documents.FILES_PER_SIGN < 100
