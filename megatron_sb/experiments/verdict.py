@@ -39,7 +39,8 @@ from megatron_sb.training.config import (
     load_config,
 )
 from megatron_sb.training.directory import read_metrics
-from megatron_sb.validation import InputError
+from megatron_sb.training.sentence_pairs import load_pairs
+from megatron_sb.validation import InputError, MissingFileError
 
 SPEED_STEPS, SPEED_WARM_UP = 20, 8  # of the first stage; the steps of the warm-up are not measured
 # Rows of a measured step, as a multiple of those of a step. With its own rows a small model waits for the host: on an
@@ -99,6 +100,7 @@ def run(options: argparse.Namespace) -> int:
     """
     limit = sweep.limit_of(options)
     verdict = Verdict(options, sweep.output_folder(options))
+    verdict.check_runs()
     try:
         verdict.train(options.jobs, limit)
     except sweep.SweepStopped:
@@ -174,6 +176,28 @@ class Verdict:
             if recall.data.kind != "recall":
                 raise InputError(f"--recall must be a configuration with data.kind 'recall', got {self._recall_path}.")
             self.recall_rates = tuple(dict.fromkeys(options.learning_rates or _rates_around(recall)))
+
+    def check_runs(self) -> None:
+        """Check what only later runs need. Otherwise the first of them would fail after hours.
+
+        Raises:
+            ValueError: the configuration of a run is invalid, or a file that only final runs read is missing or
+                damaged.
+        """
+        for arm in self.arms:
+            for rate in self.rates:
+                self._rate_run(arm, rate)
+            self._final_run(arm, min(self.rates))
+        for arm in self._recalled_arms():
+            for rate in self.recall_rates:
+                self._recall_run(arm, rate)
+        for prefix in self._test.get("data.validation_paths", ()):
+            for path in (Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx")):
+                if not path.is_file():
+                    raise MissingFileError(
+                        f"--test-paths must be prefixes of data sets, got {prefix!r}: {path} is missing."
+                    )
+        load_pairs(self.config.evaluation.sentence_pairs)
 
     def train(self, jobs: int, limit: sweep.TimeLimit) -> None:
         """Train until no run is left. Raise `sweep.SweepStopped` if a run fails, or a signal or the limit ends it."""

@@ -46,16 +46,19 @@ class IndexedDocuments:
     Args:
         path_prefixes: paths of the data sets without .bin and .idx.
         end_of_document: id of the end-of-document token.
+        held_out: paths of further data sets, which follow those. Default none.
 
     Raises:
-        ValueError: if a prefix does not name a data set, or its files are damaged.
+        ValueError: if a prefix does not name a data set, or its files are damaged. The message names data.paths, or
+            data.validation_paths for `held_out`.
     """
 
-    def __init__(self, path_prefixes: Sequence[str], end_of_document: int) -> None:
+    def __init__(self, path_prefixes: Sequence[str], end_of_document: int, held_out: Sequence[str] = ()) -> None:
         self._end_of_document = end_of_document
-        self._datasets = [_DataSet(prefix) for prefix in path_prefixes]
+        self._datasets = [_DataSet(prefix, "data.paths") for prefix in path_prefixes]
+        self._datasets += [_DataSet(prefix, "data.validation_paths") for prefix in held_out]
         self._firsts = np.cumsum([0, *map(len, self._datasets)])  # index of the first document of each data set
-        self.files = [Path(prefix + suffix) for prefix in path_prefixes for suffix in (".idx", ".bin")]
+        self.files = [Path(prefix + suffix) for prefix in (*path_prefixes, *held_out) for suffix in (".idx", ".bin")]
 
     def __len__(self) -> int:
         return int(self._firsts[-1])
@@ -90,10 +93,10 @@ class IndexedDocuments:
 class _DataSet:
     """A pair of files. They are read where they are needed: the memory of a mapping grows with what was ever read."""
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, field: str) -> None:
         if not IndexedDataset.exists(prefix):
             raise InputError(
-                f"data.paths must be prefixes of an IndexedDataset, got {prefix!r}: "
+                f"{field} must be prefixes of an IndexedDataset, got {prefix!r}: "
                 f"{prefix}.bin or {prefix}.idx is missing."
             )
         try:

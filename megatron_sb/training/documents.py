@@ -232,7 +232,7 @@ def load_corpus(config: TrainingConfig) -> Corpus:
         from megatron_sb.megatron.indexed_documents import IndexedDocuments
 
         vocab_size, end_of_document = data.vocab_size, data.end_of_document
-        documents = IndexedDocuments([*data.paths, *data.validation_paths], end_of_document)
+        documents = IndexedDocuments(data.paths, end_of_document, data.validation_paths)
         if data.validation_paths:
             first = documents.first_document(len(data.paths))
             how, held_out = [first], _from(first)

@@ -268,6 +268,33 @@ def test_invalid_options(words, message, tmp_path):
         Verdict(options_of(*words), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("words", "fields", "message"),
+    [
+        (["--rate-share", "0.02"], ["stages.0.schedule=power"], r"stages\.0\.schedule = 'power' contradicts"),
+        (["--recall", RECALL, "--learning-rates", "1e-3"], ["attention.stick_breaking.reach=[0.5, 9.0]"], None),
+        (["--test-paths", "here/test", "here/tset"], ["data=DATA"], r"--test-paths must .* got 'here/tset': .*\.bin"),
+        ([], ["evaluation.sentence_pairs=[pairs.jsonl]"], r"sentence_pairs must be files, got 'pairs\.jsonl'"),
+    ],
+)
+def test_later_runs_are_checked_before_the_first_one(words, fields, message, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    for suffix in (".bin", ".idx"):
+        Path(f"here/test{suffix}").touch()
+    data = "{kind: indexed, paths: [train], validation_paths: [held-out], vocab_size: 257, end_of_document: 256}"
+    options = options_of(*ARMS, *words)
+    options.set, options.experiment = [field.replace("DATA", data) for field in fields], "verdict"
+    options.out = str(tmp_path / "out")
+
+    def first_run(*_, **__):
+        raise RuntimeError("the first run")
+
+    monkeypatch.setattr(sweep, "train_all", first_run)
+    with pytest.raises(ValueError if message else RuntimeError, match=message or "the first run"):
+        verdict.run(options)
+
+
 def test_runs_are_compared_without_scaled_positions(tmp_path):
     options = options_of("--arms", "softmax_rope")
     options.set = ["attention.softmax_rope.evaluated_scalings=[yarn]"]

@@ -228,6 +228,8 @@ def test_indexed_dataset_gives_the_same_documents(text_folder, tmp_path):
         [whole(narrow.train, index) for index in range(len(narrow.train))]
     with pytest.raises(ValueError, match=r"data\.paths must be prefixes of an IndexedDataset"):
         load_corpus(with_data(**{**fields, "paths": (str(tmp_path / "other"),)}))
+    with pytest.raises(ValueError, match=r"data\.validation_paths must be prefixes of an IndexedDataset, got .*other"):
+        load_corpus(with_data(**fields, validation_paths=(str(tmp_path / "other"),)))
 
 
 def next_row(sampler):
