@@ -160,6 +160,7 @@ def train_all(
     if len({trial.name for trial in trials}) < len(trials):
         raise InputError(f"trials must have different names, got {[trial.name for trial in trials]}.")
     configs = [_checked_config(config_path, trial, out) for trial in trials]
+    _check_gpus(configs, jobs)
     out.mkdir(parents=True, exist_ok=True)
     received: list[int] = []
     with (
@@ -305,6 +306,16 @@ def _checked_config(config_path: str, trial: Trial, out: Path) -> TrainingConfig
     else:
         refuse_results(folder)
     return config
+
+
+def _check_gpus(configs: Sequence[TrainingConfig], jobs: int) -> None:
+    """Raise ValueError if runs at a time, which have one GPU each, need more. They would silently use the CPU."""
+    ranks = max((config.parallel.ranks for config in configs if config.parallel.device != "cpu"), default=1)
+    if jobs > 1 and ranks > 1 and _count_gpus():
+        raise InputError(
+            f"parallel.ranks must be 1 with --jobs {jobs}, because each run then has one GPU, got {ranks}. Use "
+            "--jobs 1, or parallel.device=cpu."
+        )
 
 
 def _command(config_path: str, trial: Trial, folder: Path) -> list[str]:

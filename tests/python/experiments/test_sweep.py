@@ -28,6 +28,7 @@ from megatron_sb.training.directory import hold
 from megatron_sb.training.report import hardware
 
 TINY = str(Path(__file__).parents[3] / "configs" / "tiny_context_extension.yaml")
+ON_CPU = ("parallel.device=cpu",)  # it has two ranks, and runs at a time have one GPU each
 
 
 def write_finished_run(folder, config):
@@ -64,6 +65,27 @@ def test_invalid_sweeps(tmp_path):
         sweep.train_all(TINY, [], tmp_path)
 
 
+def test_runs_at_a_time_have_one_gpu_each(tmp_path, monkeypatch):
+    """With more ranks than GPUs, a run would use the CPU, because parallel.device is auto."""
+    started = []
+
+    def start(config_path, trial, out, gpu, pipe):
+        started.append(gpu)
+        return subprocess.Popen(["true"])
+
+    monkeypatch.setattr(sweep, "_start", start)
+    monkeypatch.setattr(sweep, "_count_gpus", lambda: 2)
+    with pytest.raises(ValueError, match=r"parallel\.ranks must be 1 with --jobs 2, .* got 2\."):
+        sweep.train_all(TINY, [Trial("one", ())], tmp_path, jobs=2)
+    assert not started and not list(tmp_path.iterdir())
+    one_rank = ("parallel.ranks=1", "stages.1.context_parallel_size=1")
+    for jobs, overrides in ((2, one_rank), (2, ON_CPU), (1, ())):
+        sweep.train_all(TINY, [Trial(f"{jobs}-{len(overrides)}", overrides)], tmp_path, jobs=jobs)
+    assert started == [0, 0, None]
+    monkeypatch.setattr(sweep, "_count_gpus", lambda: 0)
+    sweep.train_all(TINY, [Trial("one", ())], tmp_path, jobs=2)
+
+
 def replace_trainer(monkeypatch, code):
     """Run this Python code instead of the trainer. Return the list of the replaced commands."""
     command, commands = sweep._command, []
@@ -96,7 +118,7 @@ def test_interrupted_runs_are_resumed(tmp_path, monkeypatch):
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "config.yaml").write_text(to_yaml(config))
     commands = replace_trainer(monkeypatch, "")
-    sweep.train_all(TINY, [Trial("one", ()), Trial("two", ())], tmp_path, jobs=2)
+    sweep.train_all(TINY, [Trial("one", ON_CPU), Trial("two", ON_CPU)], tmp_path, jobs=2)
     assert sorted(command[-1] for command in commands) == ["--resume", str(tmp_path / "two")]  # they start together
 
 
@@ -141,7 +163,7 @@ def test_parallel_runs_share_the_cores(tmp_path, monkeypatch):
     cores = sorted(os.sched_getaffinity(0))
     for jobs, shares in ((1, [cores]), (2, [cores[::2], cores[1::2] or cores]), (3, None)):
         out = tmp_path / str(jobs)
-        sweep.train_all(TINY, [Trial(str(i), ()) for i in range(jobs)], out, jobs=jobs)
+        sweep.train_all(TINY, [Trial(str(i), ON_CPU) for i in range(jobs)], out, jobs=jobs)
         found = [json.loads((out / f"{i}.log").read_text()) for i in range(jobs)]
         assert all(found) and {core for share in found for core in share} == {*cores}
         assert shares is None or found == shares
@@ -163,7 +185,7 @@ def test_a_signal_is_forwarded_to_the_runs(tmp_path, monkeypatch):
 
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(sweep.SweepStopped, match="SIGTERM") as stop:
-        sweep.train_all(TINY, [Trial("one", ()), Trial("two", ())], tmp_path, jobs=2)
+        sweep.train_all(TINY, [Trial("one", ON_CPU), Trial("two", ON_CPU)], tmp_path, jobs=2)
     assert stop.value.status == 128 + signal.SIGTERM
     assert all((tmp_path / name).read_text().endswith("saved\n") for name in ("one.log", "two.log"))
 
