@@ -166,7 +166,7 @@ class MegatronBackend:
             with_optimizer: false leaves the optimizer as it is, too. Default True.
 
         Raises:
-            ValueError: `.metadata` cannot be read safely.
+            ValueError: `.metadata` cannot be read safely, or the checkpoint was saved on CPUs.
         """
         if not has_optimizer(path) or not with_optimizer:
             self.load_weights(self._ddp.module, path)
@@ -220,9 +220,18 @@ def _load_state_of_cpus(state: dict, path: Path) -> None:
 
 
 def _read(state: dict, path: Path) -> dict:
-    """Return the entries of a sharded state from a checkpoint of Megatron-Core. Collective."""
+    """Return the entries of a sharded state from a checkpoint of Megatron-Core. Collective.
+
+    Raises:
+        ValueError: `TorchBackend` saved the checkpoint.
+    """
     from megatron.core import dist_checkpointing
 
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
+        raise InputError(
+            f"{path} was saved on CPUs. On GPUs a checkpoint can be loaded only if it was saved on GPUs or converted "
+            "for Megatron-Core. Use the device cpu (parallel.device=cpu)."
+        )
     with weights_only():
         return dist_checkpointing.load(state, str(path))
 

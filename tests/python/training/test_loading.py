@@ -14,8 +14,11 @@ from support.likelihoods import nll_of_windows
 from support.messages import mentions
 
 from megatron_sb import cli, generation
+from megatron_sb.megatron.integrity import CheckpointError
 from megatron_sb.training import load_run
+from megatron_sb.training.checkpoint import load
 from megatron_sb.training.config import load_config
+from megatron_sb.training.engine.backends import MegatronBackend
 from megatron_sb.validation import InputError
 
 STEPS = ["parallel.ranks=1", "report.tensorboard=false", "evaluation.windows=2", "evaluation.length_factor=2"]
@@ -64,6 +67,24 @@ def assert_likelihoods(run, name, stage):
 def test_tokens_outside_the_vocabulary_are_an_error(run, tokens):
     with load_run(run) as model, pytest.raises(ValueError, match=mentions("tokens 0 256")):
         model.logits(tokens)
+
+
+class OnGpus:
+    """Loads weights as an engine on GPUs does. Megatron-Core also reads its own checkpoints on a CPU."""
+
+    def __init__(self, engine):
+        self.model = engine._model
+
+    def load(self, path):
+        MegatronBackend.load_weights(self.model, path)
+
+
+def test_gpus_refuse_a_checkpoint_of_cpus(run):
+    """As of a run with more ranks than GPUs. Megatron-Core raises a class of its own."""
+    with load_run(run, device="cpu") as model:
+        on_gpus = OnGpus(model.engine)
+        with pytest.raises(CheckpointError, match=r"cannot be loaded: .* was saved on CPUs\. .*=cpu"):
+            load(on_gpus, model.checkpoint)
 
 
 @pytest.mark.parametrize("name", ["stick_breaking", "gated"])
