@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from megatron_sb.training.config import TrainingConfig
+from megatron_sb.training.documents import checksum_of_ends
 
 # Fields that can differ between machines: paths, whose data are compared instead, and threads, which torchrun sets.
 OF_A_MACHINE = re.compile(
@@ -23,7 +28,8 @@ class Found:
 
     Attributes:
         config: the configuration, as `config.flatten` returns it.
-        fingerprint: of the data; see `task.Task.fingerprint`. None if the rank cannot run.
+        fingerprint: of the data, see `task.Task.fingerprint`, and of the files of `fingerprint_of_files`. None if the
+            rank cannot run.
         refusal: why the rank cannot run, or None.
     """
 
@@ -44,7 +50,7 @@ def reason_to_refuse(ranks: Sequence[Found]) -> str:
 the same file and the same overrides.'
     """
     for rank, found in enumerate(ranks):
-        if difference := _first_difference(ranks[0].config, found.config, rank):
+        if difference := _first_difference(*map(_of_all_machines, (ranks[0].config, found.config)), rank):
             return (
                 f"the ranks must have the same configuration, got {difference}. Start every machine with the same file "
                 "and the same overrides."
@@ -61,9 +67,37 @@ the same file and the same overrides.'
     return ""
 
 
+def fingerprint_of_files(config: TrainingConfig, *, starts: bool) -> dict[str, int]:
+    """Return numbers that change with the files that the configuration names besides the data: field -> checksum.
+
+    Args:
+        config: the configuration.
+        starts: whether the run starts from config.initial_checkpoint now.
+    """
+    files: dict[str, Iterable[Path]] = {}
+    if config.evaluation.sentence_pairs:
+        files["evaluation.sentence_pairs"] = map(Path, config.evaluation.sentence_pairs)
+    if config.initial_checkpoint and (starts or config.is_distilled):  # the teacher is read again
+        found = Path(config.initial_checkpoint).rglob("*")
+        files["initial_checkpoint"] = sorted(path for path in found if path.is_file())
+    return {field: _checksum(paths) for field, paths in files.items()}
+
+
+def _checksum(paths: Iterable[Path]) -> int:
+    checksum = 0
+    for path in paths:
+        checksum = checksum_of_ends(path, zlib.crc32(path.name.encode(errors="replace"), checksum))
+    return checksum
+
+
+def _of_all_machines(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that must be the same on every machine."""
+    return {name: value for name, value in config.items() if not OF_A_MACHINE.fullmatch(name)}
+
+
 def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> str:
     """Return the first entry that differs between rank 0 and a rank, in words, or ""."""
     for name in first | other:
-        if first.get(name) != other.get(name) and not OF_A_MACHINE.fullmatch(name):
+        if first.get(name) != other.get(name):
             return f"{name} = {first.get(name)!r} on rank 0 and {other.get(name)!r} on rank {rank}"
     return ""

@@ -262,11 +262,16 @@ def _measure(documents: Documents, new: Any) -> dict[str, Any]:
     for number, name in enumerate(documents.files):
         if number % FILES_PER_SIGN == 0:
             lengths.append(np.empty(0, np.int64))
-        with open(name, "rb") as file:
-            checksum = zlib.crc32(file.read(CHECKED_BYTES), checksum)
-            file.seek(max(CHECKED_BYTES, os.fstat(file.fileno()).st_size - CHECKED_BYTES))
-            checksum = zlib.crc32(file.read(), checksum)
+        checksum = checksum_of_ends(name, checksum)
     return {"checksum": checksum, "longest": longest}
+
+
+def checksum_of_ends(name: str | Path, checksum: int = 0) -> int:
+    """Return the CRC-32 of CHECKED_BYTES at both ends of a file, continued from another checksum."""
+    with open(name, "rb") as file:
+        checksum = zlib.crc32(file.read(CHECKED_BYTES), checksum)
+        file.seek(max(CHECKED_BYTES, os.fstat(file.fileno()).st_size - CHECKED_BYTES))
+        return zlib.crc32(file.read(), checksum)
 
 
 # Whether each of `count` documents, from document `first` on, is for validation.

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_sb.training import config as configuration
-from megatron_sb.training.agreement import Found, reason_to_refuse
+from megatron_sb.training.agreement import Found, fingerprint_of_files, reason_to_refuse
 from megatron_sb.training.checkpoint import CheckpointDirectory, write_atomically
 from megatron_sb.training.command import Command
 from megatron_sb.training.config import ConfigError, TrainingConfig
@@ -113,12 +113,12 @@ def _run(config: TrainingConfig, command: Command) -> int:
     except ConfigError as error:
         return refuse(f"{command.config_path}: {error}")
     _join_process_group(config, device)
-    prepared, refusal = None, None
+    prepared, fingerprint, refusal = None, None, None
     try:
         prepared = _prepare(config, command, device)
+        fingerprint = prepared[-1].fingerprint() | fingerprint_of_files(config, starts=not command.resume)
     except (InputError, OSError) as error:
         refusal = error
-    fingerprint = None if prepared is None else prepared[-1].fingerprint()
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, Found(configuration.flatten(config), fingerprint, refusal))
     if reason := reason_to_refuse(ranks):

@@ -140,8 +140,13 @@ def two_machines(*arguments, folders=(ROOT, ROOT)):
             "data.paths=[{folder}/second]",
             "must read the same data, got checksum = ",
         ),
+        (
+            "evaluation.sentence_pairs=[{folder}/first.jsonl]",
+            "evaluation.sentence_pairs=[{folder}/second.jsonl]",
+            "must read the same data, got evaluation.sentence_pairs = ",
+        ),
     ],
-    ids=["learning rate", "error", "data"],
+    ids=["learning rate", "error", "data", "sentence pairs"],
 )
 def test_machines_that_differ(of_first, of_second, message, tmp_path):
     """Each machine reads its own files. The ranks would train with different rates, or on different tokens."""
@@ -149,11 +154,30 @@ def test_machines_that_differ(of_first, of_second, message, tmp_path):
         (tmp_path / name).mkdir()
         for number in range(9):
             (tmp_path / name / f"{number}.txt").write_text(1000 * str(number) + last)
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"sentence_good": "It is.", "sentence_bad": f"It {last}."}))
     common = ["--out", tmp_path / "out", "data.validation_fraction=0.4"]
     with two_machines(*([*common, own.format(folder=tmp_path)] for own in (of_first, of_second))) as processes:
         assert [process.wait(TIMEOUT_SECONDS) for process in processes] == [2, 2]
         assert message in processes[0].stderr
     assert not (tmp_path / "out" / "config.yaml").exists()
+
+
+def test_machines_that_start_from_different_weights(tmp_path):
+    """Each machine has its own copy of initial_checkpoint. The weights of the ranks would differ for the whole run."""
+    short = ["stages.0.steps=2", "stages.1.steps=2", "stages.0.warmup_steps=1", "stages.1.warmup_steps=1"]
+    with two_machines(*[["--out", tmp_path / "base", *short]] * 2) as processes:
+        assert [process.wait(TIMEOUT_SECONDS) for process in processes] == [0, 0], processes[0].stderr
+    saved = tmp_path / "base" / "stick_breaking" / "checkpoints"
+    for first, second, status in (("short", "short", 0), ("short", "extended", 2)):
+        starts = [f"initial_checkpoint={saved / stage}-000002" for stage in (first, second)]
+        out = tmp_path / second
+        with two_machines(*(["--out", out, *short, start] for start in starts)) as processes:
+            assert [process.wait(TIMEOUT_SECONDS) for process in processes] == [status] * 2, processes[0].stderr
+            different = "must read the same data, got initial_checkpoint = " in processes[0].stderr
+        assert different == (status == 2) and (out / "config.yaml").exists() == (status == 0)
+    shutil.rmtree(saved)  # a run that has checkpoints of its own does not read it again
+    with two_machines(*(["--out", tmp_path / "short", "--resume", *short, starts[0]] for _ in range(2))) as processes:
+        assert [process.wait(TIMEOUT_SECONDS) for process in processes] == [0, 0], processes[0].stderr
 
 
 def test_machines_with_other_working_directories(tmp_path):
