@@ -203,7 +203,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Print the plans and the command that starts the first one. Return the exit status: 1 if no layout fits."""
     check_arguments(arguments)
-    config = load_config(arguments.config, arguments.set)
+    config = load_config(arguments.config, arguments.set, any_layout=True)
     index, model = choose_stage(config, arguments.stage), choose_model(config, arguments.model)
     stage = config.stages[index]
     plans = make_plans(config, model, stage, arguments.gpus, arguments.memory, arguments.skipped)

@@ -14,16 +14,17 @@ from pydantic import TypeAdapter, ValidationError
 from megatron_sb.training.config.checks import check
 from megatron_sb.training.config.errors import describe
 from megatron_sb.training.config.lm_engine import translate
-from megatron_sb.training.config.schema import TrainingConfig
+from megatron_sb.training.config.schema import ParallelConfig, TrainingConfig
 from megatron_sb.training.config.types import ConfigError
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainingConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, any_layout: bool = False) -> TrainingConfig:
     """Read a training configuration and check it.
 
     Args:
         path: a YAML file. lm-engine's `model_args` may stand in place of `model`.
         overrides: `dotted.field=value` with the value in YAML.
+        any_layout: check the configuration as on one rank, because its parallel layout will be replaced. Default False.
 
     Raises:
         ConfigError: The name of the file, then one line for each wrong field, with its path, what it must be, and its
@@ -37,8 +38,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainingConf
     """
     with _naming(path):
         config = _validated(TrainingConfig, _overridden(translate(_read(path)), overrides))
-        check(config)
+        check(_on_one_rank(config) if any_layout else config)
     return config
+
+
+def _on_one_rank(config: TrainingConfig) -> TrainingConfig:
+    """Return a configuration without parallelism and micro-batches."""
+    kept = {name: getattr(config.parallel, name) for name in ("device", "layout", "packing")}
+    changes = {"context_parallel_size": 1, "hierarchical_context_parallel_sizes": (), "rows_per_micro_batch": None}
+    stages = tuple(dataclasses.replace(stage, **changes) for stage in config.stages)
+    return dataclasses.replace(config, parallel=ParallelConfig(**kept), stages=stages)
 
 
 def load_fields(cls: type, path: str | Path, overrides: Sequence[str] = ()) -> Any:

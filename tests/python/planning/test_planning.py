@@ -208,6 +208,25 @@ def test_train_accepts_the_printed_command(path, capsys):
     assert printed >= {"context_extension_1b": 8, "dense_1b": 8, "moe_6_5b": 8}.get(path.stem, 0)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        ["stages.0.rows_per_step=2"],  # the file has 8 GPUs for these rows
+        ["parallel.tensor_parallel_size=7", "parallel.ranks=5", "stages.1.rows_per_micro_batch=999"],
+        ["parallel.comm=a2a+p2p", "stages.0.context_parallel_size=3"],
+    ],
+)
+def test_the_layout_of_the_file_need_not_be_valid(fields, capsys):
+    """A plan finds another one. The trainer accepts the printed command."""
+    options = [f"--set={field}" for field in fields]
+    assert cli.main(["plan", "--config", str(DENSE), "--gpus", "8", *options]) == 0
+    found = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("The first layout: "))
+    changed = load_config(DENSE, [word.removeprefix("--set=") for word in found[3:]])
+    assert changed.parallel.ranks == 8
+    with pytest.raises(ValueError, match="must"):
+        load_config(DENSE, fields)
+
+
 UNLIKE_ANY_LAYOUT = (
     "parallel.comm=a2a+p2p",
     "stages.0.hierarchical_context_parallel_sizes=[2, 1]",
