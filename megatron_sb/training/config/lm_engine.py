@@ -134,9 +134,13 @@ def translate(tree: Any) -> Any:
     path = f"{SECTION}.pretrained_config"
     model = _mapping(arguments.get("pretrained_config"), path)
     fields = _read(model, _MODEL_KEYS, path)
-    mixer = _same_block(model, "sequence_mixer_blocks", path, fields.get("model.num_layers"))
+    num_layers = fields.get("model.num_layers")
+    if not isinstance(num_layers, int) or isinstance(num_layers, bool) or num_layers < 1:
+        got = "nothing" if num_layers is None else repr(num_layers)
+        raise ConfigError(f"{path}.num_layers must be the number of layers, an integer of at least 1, got {got}")
+    mixer = _same_block(model, "sequence_mixer_blocks", path, num_layers)
     fields |= _read(mixer, _MIXER_KEYS, f"{path}.sequence_mixer_blocks.0")
-    mlp = _same_block(model, "mlp_blocks", path, fields.get("model.num_layers"))
+    mlp = _same_block(model, "mlp_blocks", path, num_layers)
     experts = mlp.get("mlp_type") == "MoE"
     fields |= _read(mlp, _EXPERT_KEYS if experts else _MLP_KEYS, f"{path}.mlp_blocks.0")
     if not experts:  # lm-engine's files also have it for dense models
@@ -181,7 +185,7 @@ def _read(section: dict, keys: dict, path: str) -> dict[str, Any]:
     return fields
 
 
-def _same_block(model: dict, name: str, path: str, num_layers: Any) -> dict:
+def _same_block(model: dict, name: str, path: str, num_layers: int) -> dict:
     """Return the block that all layers have."""
     blocks = model.get(name)
     if not isinstance(blocks, list) or len(blocks) != num_layers:

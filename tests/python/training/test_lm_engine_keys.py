@@ -120,6 +120,17 @@ def test_wrong_keys_are_named(name, value, words, tmp_path):
         load(tmp_path, changed(name, value))
 
 
+@pytest.mark.parametrize(
+    ("number", "got"), [(0, "0"), (-1, "-1"), ("2", "'2'"), (2.0, "2.0"), (True, "True"), (None, "nothing")]
+)
+def test_the_number_of_layers_is_named(number, got, tmp_path):
+    """Before the blocks, which it is compared with."""
+    blocks = {"sequence_mixer_blocks": [], "mlp_blocks": []} if number == 0 else {}
+    message = rf"pretrained_config\.num_layers must be .* integer of at least 1, got {re.escape(got)}$"
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, MODEL | {"num_layers": number} | blocks)
+
+
 def test_a_mixture_needs_the_coefficient_of_its_auxiliary_loss(tmp_path):
     with pytest.raises(ConfigError, match=re.escape(f"{AT}.router_aux_loss_coef is required")):
         load(tmp_path, changed("router_aux_loss_coef", ...) | {"mlp_blocks": [MOE, MOE]})
