@@ -22,8 +22,8 @@ from megatron_sb.megatron.max_logits import largest_logits
 from megatron_sb.megatron.packed import document_bounds, is_packed
 from megatron_sb.megatron.plans import hierarchical_levels, shared_plans
 from megatron_sb.megatron.positions import check_learned_positions, watch_embeddings
-from megatron_sb.megatron.saved_attention import MARKER, record_options
-from megatron_sb.megatron.settings import LOGIT_SETTINGS, check_layer_settings, tracks_logits
+from megatron_sb.megatron.saved_attention import record_options
+from megatron_sb.megatron.settings import LOGIT_SETTINGS, MARKER, check_layer_settings, tracks_logits
 from megatron_sb.ops import head_output, stickbreaking_attention, stickbreaking_attention_varlen
 from megatron_sb.ops.context_parallel import (
     ContextParallelPlan,

@@ -28,10 +28,9 @@ from types import ModuleType
 
 from megatron_sb.megatron.arguments import StickBreakingOptions
 from megatron_sb.megatron.layer_selection import hybrid_pattern_of
-from megatron_sb.megatron.settings import script_arguments
+from megatron_sb.megatron.settings import MARKER, script_arguments
 
 ALLOW_FLAG = "--sb-allow-mismatch"
-MARKER = "stick_breaking_attention"  # key in the metadata of a sharded state, and name of the marker in it
 # Options that change the function of a model. mass_threshold only bounds the weights that skipping omits.
 COMPARED = ("attend_current", "remainder_bias", "head_norm", "logits", "reach", "forget_gate", "layers")
 SWITCH = "stick_breaking_attention"

@@ -1,9 +1,13 @@
-"""Settings of Megatron that stick-breaking attention does not support. Each error names the setting and its flag."""
+"""Settings of Megatron that stick-breaking attention does not support, and the marker of its layers in checkpoints.
+
+Each error names the setting and its flag.
+"""
 
 from __future__ import annotations
 
 import sys
 
+MARKER = "stick_breaking_attention"  # key in the metadata of a sharded state, and name of the marker in it
 # (field of TransformerConfig, flag, required value, reason). A missing field passes the check.
 CONFIG_REQUIREMENTS = (
     ("attention_dropout", "--attention-dropout", 0.0, "stick-breaking weights have no dropout"),

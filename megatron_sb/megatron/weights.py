@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_sb.megatron.integrity import check_files
 from megatron_sb.megatron.metadata import load_state, read_metadata
-from megatron_sb.megatron.saved_attention import MARKER
+from megatron_sb.megatron.settings import MARKER
 from megatron_sb.megatron.shards import PREFIXES, join_shards
 from megatron_sb.validation import InputError, read_json_object
 

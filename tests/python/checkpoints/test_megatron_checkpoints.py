@@ -8,7 +8,7 @@ from support.megatron_loop import needs_training, train
 
 from megatron_sb import checkpoints
 from megatron_sb.huggingface import StickBreakingConfig
-from megatron_sb.megatron.saved_attention import MARKER
+from megatron_sb.megatron.settings import MARKER
 from megatron_sb.megatron.weights import EMBEDDING, read_attention_kind, read_weights
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}

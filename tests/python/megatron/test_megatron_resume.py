@@ -21,7 +21,8 @@ from megatron_sb.megatron import (
     saved_attention,
     settings,
 )
-from megatron_sb.megatron.saved_attention import MARKER, check_checkpoint, compare_when_loading
+from megatron_sb.megatron.saved_attention import check_checkpoint, compare_when_loading
+from megatron_sb.megatron.settings import MARKER
 from megatron_sb.megatron.weights import write_attention_kind, write_weights
 
 CHECKPOINT = Path("run/iter_0000100")

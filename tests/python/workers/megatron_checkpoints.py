@@ -17,7 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from megatron_sb.megatron import with_stickbreaking
-from megatron_sb.megatron.saved_attention import MARKER
+from megatron_sb.megatron.settings import MARKER
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support import megatron_cpu
