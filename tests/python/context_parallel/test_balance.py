@@ -55,7 +55,7 @@ def test_positions_of_zigzag():
     ("arguments", "message"),
     [
         ((4, 0, "balanced"), "seq_len 1 0"),
-        ((0, 10, "balanced"), "group 1 0"),
+        ((0, 10, "balanced"), "num_ranks 1 0"),
         ((2, 10, "even"), "layout balanced even"),
         ((2, 10, "balanced", torch.tensor([0, 12], dtype=torch.int32)), "cu_seqlens seq_len 10 12"),
         ((2, 10, "balanced", [0, 10]), "cu_seqlens torch.Tensor list"),

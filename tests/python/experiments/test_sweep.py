@@ -166,7 +166,7 @@ def test_parallel_runs_share_the_cores(tmp_path, monkeypatch):
         sweep.train_all(TINY, [Trial(str(i), ON_CPU) for i in range(jobs)], out, jobs=jobs)
         found = [json.loads((out / f"{i}.log").read_text()) for i in range(jobs)]
         assert all(found) and {core for share in found for core in share} == {*cores}
-        assert shares is None or found == shares
+        assert shares is None or sorted(found) == sorted(shares)  # either thread may take the first run
     assert sorted(os.sched_getaffinity(0)) == cores
 
 
