@@ -63,9 +63,11 @@ inline std::tuple<at::Tensor, at::Tensor> output_and_mass(const torch::jit::Stac
     return {results.at(0).toTensor(), results.at(1).toTensor()};
 }
 
-// A boxed kernel from a function that takes Arguments and returns a tuple of results.
+// A boxed kernel from a function that takes Arguments and returns a tuple of results. Autocast casts arguments before
+// the kernel (autocast.h), and nothing that the kernel computes.
 template <auto function>
 void boxed_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     auto results = with_value_errors([&] { return function(Arguments(op.schema(), *stack)); });
     torch::jit::drop(*stack, op.schema().arguments().size());
     std::apply([&](auto&... result) { torch::jit::push(*stack, std::move(result)...); }, results);

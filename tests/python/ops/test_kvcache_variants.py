@@ -176,6 +176,16 @@ def test_autocast_of_stored_numbers(flags, device):
         sb.stickbreaking_attention_with_kvcache(q, stored, v, **filled)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_stored_keys_under_autocast(dtype, device):
+    """Keys are stored in their own dtype, whatever that of autocast is."""
+    k, of_key = torch.randn(2, 9, 2, 16, dtype=torch.bfloat16), torch.rand(2, 9, 2)
+    for options in ({"forget_gate": of_key}, {"key_bias": of_key}, {"logits": "euclidean", "forget_gate": of_key}):
+        with torch.autocast(device, dtype=dtype):
+            stored = stored_keys(k, **options)
+        assert stored.dtype == k.dtype and torch.equal(stored, stored_keys(k, **options))
+
+
 @variants
 def test_opcheck(name):
     (q, k, v), options = VariantCase(name, [30, 41], s_q=2, d=16).arguments()
