@@ -56,19 +56,27 @@ struct Split {
     }
 };
 
-// Returns the rows of x_local (.., local rows, ..) of all ranks in the order of the stream, (.., seq_len, ..).
+// Returns the elements of a contiguous x as bytes (n,).
+at::Tensor bytes_of(const at::Tensor& x) {
+    return x.view(-1).view(at::kByte);
+}
+
+// Returns the rows of x_local (.., local rows, ..) of all ranks in the order of the stream, (.., seq_len, ..). Rows
+// travel as bytes, because backends support few dtypes.
 at::Tensor gather_rows(const at::Tensor& x_local, const Split& split) {
     const auto transport = c10d_transport(split.group_name);
-    const at::Tensor input = split.order.padded(x_local.movedim(split.dim, 0));
+    const at::Tensor input = split.order.padded(x_local.resolve_conj().resolve_neg().movedim(split.dim, 0));
     std::vector<int64_t> sizes = input.sizes().vec();
     sizes.insert(sizes.begin(), transport->size());
     const at::Tensor output = at::empty(sizes, input.options());
-    transport->all_gather(input, output)->wait();
+    transport->all_gather(bytes_of(input), bytes_of(output).view({transport->size(), -1}))->wait();
     return output.flatten(0, 1).index_select(0, split.order.to_stream).movedim(0, split.dim);
 }
 
 // Sums x (.., seq_len, ..) over the ranks and returns this rank's rows of the sum.
 at::Tensor scatter_rows(const at::Tensor& x, const Split& split) {
+    if (x.is_complex())
+        return at::view_as_complex(scatter_rows(at::view_as_real(x.resolve_conj()), split).contiguous());
     const auto transport = c10d_transport(split.group_name);
     const at::Tensor by_row = x.movedim(split.dim, 0);
     const at::Tensor rows = by_row.index_select(0, split.order.from_stream).to(ops::accumulation_type(x));

@@ -56,6 +56,7 @@ CHECKS = {
         "streams_of_any_length",
         "a_plan_counts_received_bytes",
         "shard_and_unshard",
+        "shard_and_unshard_dtypes",
     ),
     4: EVERYTHING,
     5: ("streams_of_any_length", "shard_and_unshard"),

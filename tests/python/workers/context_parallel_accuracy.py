@@ -440,6 +440,25 @@ def shard_and_unshard(group) -> None:
         torch.testing.assert_close(leaf.grad, expected, rtol=1e-6, atol=1e-6)
 
 
+def shard_and_unshard_dtypes(group) -> None:
+    """Rows of dtypes that gloo and NCCL do not support, and gradients of complex numbers."""
+    for dtype in (torch.int16, torch.bool, torch.float16, torch.float8_e5m2, torch.complex128):
+        for x in (torch.arange(7), torch.arange(28).reshape(2, 7, 2)):
+            x, dim = x.to(dtype), -x.dim() // 2
+            found = sb.unshard_sequence(sb.shard_sequence(x, group, dim), group, dim)
+            assert found.dtype == dtype and torch.equal(found.to(torch.float64), x.to(torch.float64))
+    x = torch.randn(3, 7, dtype=torch.complex128).requires_grad_()
+    weight = torch.randn(3, 7, dtype=torch.complex128)
+    local = sb.shard_sequence(x, group)
+    (local * sb.shard_sequence(weight, group)).abs().square().sum().backward()
+    expected = 2 * weight.abs().square() * x.detach()
+    torch.testing.assert_close(x.grad, expected)
+
+    leaf = local.detach().requires_grad_()
+    (sb.unshard_sequence(leaf.conj(), group) * weight).abs().square().sum().backward()
+    torch.testing.assert_close(leaf.grad, dist.get_world_size() * sb.shard_sequence(expected, group))
+
+
 def owned_rows(group, cut: dict, num_rows: int) -> Tensor:
     """Return 1 for each row of the stream that this rank holds, else 0."""
     rows = sb.shard_sequence(torch.arange(num_rows), group, 0, **cut)
