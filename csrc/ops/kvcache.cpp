@@ -340,6 +340,9 @@ void check_no_gradient(const char* name, const at::Tensor& x) {
     TORCH_CHECK_VALUE(!at::GradMode::is_enabled() || !x.requires_grad(), name,
                       " must not require a gradient, got requires_grad=True: attention to a cache has no backward. "
                       "Call it under torch.no_grad(), or use stickbreaking_attention for training.");
+    TORCH_CHECK_VALUE(!x._fw_grad(/*level=*/0).defined(), name,
+                      " must have no tangent, got one: attention to a cache has no derivative, in forward mode either "
+                      "(torch.func.jvp, torch.autograd.forward_ad).");
 }
 
 // The queries with their columns. key_bias: whether the keys have columns of biases; those of Euclidean logits do.

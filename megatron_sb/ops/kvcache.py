@@ -181,7 +181,8 @@ def stickbreaking_attention_with_kvcache(
     Raises:
         TypeError: If an argument has a wrong type or dtype.
         ValueError: If an argument has a wrong shape, device or value, or requires a gradient while gradients are
-            recorded, or in `shared_sequence`. Nothing is computed or written in either case.
+            recorded, or has a tangent of forward-mode differentiation, or in `shared_sequence`. Nothing is computed or
+            written in either case.
 
     Example:
         >>> import torch

@@ -149,6 +149,22 @@ def test_invalid_values_raise_an_error_on_a_cpu_and_are_clamped_on_a_gpu(device,
         assert call_with(changes, device).isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "k", "v"])
+@pytest.mark.parametrize("interface", ["func", "forward_ad"])
+def test_forward_mode_raises_an_error(interface, name):
+    """The tangent of the result would be 0."""
+    arguments = valid_arguments() | {"cache_seqlens": torch.tensor([5, 4], dtype=torch.int32)}
+    arguments |= {new: arguments[f"{new}_cache"][:, :1].clone() for new in ("k", "v")}
+    x = arguments[name]
+    with torch.no_grad(), pytest.raises(ValueError, match=mentions(f"{name} tangent")):
+        if interface == "func":
+            torch.func.jvp(lambda x: sb.stickbreaking_attention_with_kvcache(**arguments | {name: x}), (x,), (x,))
+        else:
+            with torch.autograd.forward_ad.dual_level():
+                dual = torch.autograd.forward_ad.make_dual(x, x)
+                sb.stickbreaking_attention_with_kvcache(**arguments | {name: dual})
+
+
 def test_q_may_require_a_gradient_under_no_grad():
     arguments = valid_arguments()
     expected = sb.stickbreaking_attention_with_kvcache(**arguments)
