@@ -293,6 +293,12 @@ void append_on_cpu(const KvCacheCall& in, const at::Tensor& v) {
 }
 
 #if defined(SB_WITH_CUDA)
+// Tells autograd that a kernel has written to x, as operators of torch do: a backward that saved x then raises an
+// error.
+void count_write(const at::Tensor& x) {
+    if (!x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
+}
+
 void append_on_gpu(const KvCacheCall& in, const at::Tensor& v_given) {
     const DeviceScope scope(in.q.device());
     const at::Tensor k = unit_last_stride(in.new_keys), v = unit_last_stride(v_given);
@@ -315,6 +321,7 @@ void append_on_gpu(const KvCacheCall& in, const at::Tensor& v_given) {
         params.table = {table->const_data_ptr<int32_t>(), table->stride(0), int32_t(in.k.size(1)),
                         int32_t(in.k.size(0))};
     decode::append(params, scope.stream());
+    for (const at::Tensor& cache : {in.k, in.v}) count_write(cache);
 }
 #endif
 

@@ -97,6 +97,17 @@ def test_new_keys_from_the_cache(block_size, cache):
 
 
 @pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_autograd_notices_a_write(name):
+    """A backward that saved a cache raises an error instead of computing a gradient from the new keys."""
+    arguments = valid_appends()
+    weight = torch.ones((), requires_grad=True)
+    product = (weight * arguments[name]).sum()
+    sb.stickbreaking_attention_with_kvcache(**arguments)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
 @pytest.mark.parametrize("dimension", [0, 1, 2])
 def test_expanded_caches(name, dimension):
     """Each key would be written to the place of others. Calls that only read take such a cache."""
