@@ -177,11 +177,11 @@ def run(options: argparse.Namespace) -> None:
             rows[-1]["naive"] = naive[0]
             shown = (f"{naive[0]:>10.2f}", f"{naive[0] / full:>10.2f}x")
         print(f"{length:>9} {softmax:>10.2f} {shown[0]}    | {full:>10.2f} {shown[1]} | {randn:>10.2f}", flush=True)
+    if options.out:
+        print(f"plot: {_plot(rows, options)}", flush=True)
     if options.memory_length:
         peak = peak_memory_in_fresh_process("full", options.memory_length, options)
         print(f"peak memory over the inputs at length {options.memory_length}: {peak / 2**20:.0f} MiB", flush=True)
-    if options.out:
-        print(f"plot: {_plot(rows, options)}")
 
 
 def _heading(options: argparse.Namespace) -> str:

@@ -46,6 +46,19 @@ def test_run(tmp_path, capsys):
     assert (tmp_path / "bench_cpu.png").stat().st_size > 1000
 
 
+def test_the_plot_is_drawn_before_the_memory_is_measured(tmp_path, monkeypatch):
+    """The times are not lost if the memory does not suffice."""
+
+    def fail(*args):
+        raise ValueError("--memory-length")
+
+    monkeypatch.setattr(bench, "peak_memory_in_fresh_process", fail)
+    sizes = ["--lengths", "64", "--heads", "1", "--head-dim", "16", "--repeats", "1", "--device", "cpu"]
+    with pytest.raises(ValueError, match="--memory-length"):
+        bench.main([*sizes, "--out", str(tmp_path)])
+    assert (tmp_path / "bench_cpu.png").exists()
+
+
 def test_peak_memory_includes_an_allocation_of_the_backward():
     """An earlier, higher peak of the process can only increase the result."""
     megabytes = 256
