@@ -183,6 +183,7 @@ class StickBreakingImpl(AttentionImpl[StickBreakingMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         config = get_current_vllm_config().model_config.hf_text_config
         attention.check_positions(SimpleNamespace(config=config))  # no layer tells here whether it rotates
+        attention.check_options(config)
         self.options = {
             "scale": float(scale),
             "attend_current": getattr(config, "attend_current", False),

@@ -137,9 +137,7 @@ def attention_forward(
         documents = (kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q"))
         attention_mask = with_documents(attention_mask, *documents, (query.shape[0], query.shape[2]))
     config = module.config
-    for name, required in REQUIRED_OPTIONS.items():
-        chosen = getattr(config, name, required)
-        _require(chosen == required, f"{name} of the configuration", chosen, repr(required))
+    check_options(config)
     out = attend(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -296,6 +294,13 @@ def attention_mask(
     mask.is_padding_only = mask_function is causal_mask_function
     mask.has_padding = kept is not None and not bool(kept.all())
     return mask
+
+
+def check_options(config: PreTrainedConfig) -> None:
+    """Raise ValueError if a decoder's configuration has options of StickBreakingConfig that would be ignored."""
+    for name, required in REQUIRED_OPTIONS.items():
+        chosen = getattr(config, name, required)
+        _require(chosen == required, f"{name} of the configuration", chosen, repr(required))
 
 
 def check_positions(module: nn.Module) -> None:

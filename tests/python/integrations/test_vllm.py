@@ -142,6 +142,16 @@ def test_a_model_with_positions_is_an_error(plugin):
         plugin.StickBreakingImpl(HEADS, DIM, 0.5, KV_HEADS)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "required"), [("reach", [0.5, 10.0], "None"), ("logits", "euclidean", "dot")]
+)
+def test_options_that_decoders_do_not_have_are_errors(plugin, name, value, required):
+    """They were ignored. transformers refuses them in the first forward, which vLLM replaces."""
+    setattr(plugin.get_current_vllm_config().model_config.hf_text_config, name, value)
+    with pytest.raises(ValueError, match=f"{name} of the configuration must be '?{required}'? with .* got "):
+        plugin.StickBreakingImpl(HEADS, DIM, 0.5, KV_HEADS)
+
+
 def test_speculative_decoding_is_an_error(plugin):
     with pytest.raises(ValueError, match="speculative_config must be None"):
         builder_of(plugin, speculative_config=object())
