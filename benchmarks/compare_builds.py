@@ -90,6 +90,15 @@ def package_of(build: str) -> Path:
     return folder if has_package else library_folder(folder)
 
 
+def column_names(builds: list[str]) -> dict[str, str]:
+    """Return the builds by the name of their column. A build can be given twice, which shows the noise."""
+    names: dict[str, str] = {}
+    for build in builds:
+        count = [*names.values()].count(build) + 1
+        names[build if count == 1 else f"{build}, {count}"] = build
+    return names
+
+
 def table(options: argparse.Namespace, rounds: dict[str, list[list[dict[str, float]]]]) -> str:
     """Return the medians as Markdown. `rounds` has the results of `measure` of each build and round."""
     lines = ["| row | " + " | ".join(rounds) + " |", "| --- |" + " ---: |" * len(rounds)]
@@ -127,6 +136,8 @@ def parse(args: list[str] | None) -> argparse.Namespace:
         parser.error(f"needs a BUILD and --rounds of at least 1, got {options.builds} and {options.rounds}")
     if not on_gpu() and not options.dry_run:
         parser.error("torch sees no GPU. Use --dry-run to try this script at toy sizes.")
+    if options.cudnn and not on_gpu():
+        parser.error("--cudnn needs a GPU: cuDNN's attention does not run on CPUs")
     return options
 
 
@@ -136,7 +147,7 @@ def main(args: list[str] | None = None) -> int:
     if options.measure:
         print(json.dumps(measure(options.rows, ["cudnn"] * options.cudnn, options.seconds)))
         return 0
-    packages = {build: package_of(build) for build in options.builds}
+    packages = {name: package_of(build) for name, build in column_names(options.builds).items()}
     print(machine(), flush=True)
     rounds: dict[str, list[list[dict[str, float]]]] = {build: [] for build in packages}
     for _ in range(options.rounds):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_sb.ops import library
 
@@ -16,8 +17,9 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 @pytest.fixture
 def compare(monkeypatch):
-    """Return a function that calls the script with these arguments."""
+    """Return a function that calls the script with these arguments on the CPU."""
     monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     script = importlib.import_module("compare_builds")
     return lambda *args: script.main(["--dry-run", "--rounds=1", "--seconds=0.001", *args])
 
@@ -31,6 +33,14 @@ def test_two_builds_take_turns(compare, tmp_path, capsys):
     assert header == f"| row | {tmp_path} | {package} |"
     assert row.startswith("| backward b=1 h=2:1 d=64 L=4096 | ") and len(row.split("|")) == 5
     assert all(float(cell) >= 0 for cell in row.split("|")[2:4])
+
+
+def test_a_build_can_be_compared_with_itself(compare, capsys):
+    """The difference of its columns is the noise of the measurement."""
+    package = str(Path(library.__file__).parents[2])
+    assert compare(package, package, "--rows", "forward:64:1:1:1:4096") == 0
+    header, _, row = capsys.readouterr().out.splitlines()[-3:]
+    assert header == f"| row | {package} | {package}, 2 |" and len(row.split("|")) == 5
 
 
 def test_the_package_need_not_be_installed(tmp_path):
@@ -55,6 +65,7 @@ def test_the_package_need_not_be_installed(tmp_path):
         (["build", "--rows", "sideways:64:1:2:1:4096"], "got 'sideways:64:1:2:1:4096'"),
         (["build", "--rows", "backward:64:1:2:1"], "a row must be DIRECTION:HEAD_DIM"),
         ([], "needs a BUILD"),
+        (["build", "--cudnn"], "--cudnn needs a GPU"),
         (["no-such-folder"], f"must be a folder with a {library.library_path().parent.name}/libmegatron_sb_ops.so"),
     ],
 )
