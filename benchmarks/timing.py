@@ -117,6 +117,12 @@ def ceilings() -> dict[str, float]:
     }
 
 
+def _gpu_id() -> str:
+    """Return nvidia-smi's name of torch's device. Its numbers also count GPUs that CUDA_VISIBLE_DEVICES hides."""
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"{device.pci_domain_id:08x}:{device.pci_bus_id:02x}:{device.pci_device_id:02x}.0"
+
+
 class Sensors:
     """Reads power, SM clock and temperature with nvidia-smi every 0.1 s inside the context."""
 
@@ -132,7 +138,7 @@ class Sensors:
                 "nvidia-smi",
                 f"--query-gpu={self._QUERY}",
                 "--format=csv,noheader,nounits",
-                "--id=0",
+                f"--id={_gpu_id()}",
                 "-lms",
                 "100",
             ]
@@ -167,7 +173,8 @@ def machine() -> dict[str, str]:
     about = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
     if not on_gpu():
         return about | {"gpu": "none: wall times of a dry run"}
-    query = ["nvidia-smi", "--query-gpu=driver_version,power.limit,memory.total", "--format=csv,noheader", "--id=0"]
+    fields = "driver_version,power.limit,memory.total"
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", f"--id={_gpu_id()}"]
     driver, power, memory = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.split(", ")
     return about | {
         "gpu": f"{torch.cuda.get_device_name()}, {memory.strip()}, {power} limit",
