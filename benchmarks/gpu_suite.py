@@ -1,12 +1,14 @@
 """Build, run the `gpu` tests, compute-sanitizer and benchmarks on a GPU machine, and write a dated record.
 
 The stages run one after another, each with a time limit, even after a stage fails. A short table follows. Logs and the
-record (YYYY-MM-DD-GPU-suite.md) are written to --out. With --library-from nothing is built: the suite uses the
-libraries of a build made elsewhere, with the Python files of this checkout. That build needs the same torch.
+record (YYYY-MM-DD-GPU-suite.md, or -suite-2.md for a second run on this day) are written to --out. With --library-from
+nothing is built: the suite uses the libraries of a build made elsewhere, with the Python files of this checkout. That
+build needs the same torch.
 """
 
 import argparse
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -209,9 +211,17 @@ def record(steps: list[Step], options: argparse.Namespace) -> str:
     lines += ["| step | verdict | seconds | |", "| --- | --- | ---: | --- |"]
     lines += [f"| {s.name} | {s.verdict} | {s.seconds:.0f} | {s.summary.replace('|', '/')} |" for s in steps]
     tables = options.out / "bench.md"
-    if tables.exists():
+    if tables.exists() and any(s.name == "bench" for s in steps):
         lines += ["", tables.read_text().replace("# ", "## ", 1)]
     return "\n".join(lines) + "\n"
+
+
+def new_record(folder: Path) -> Path:
+    """Return the path of a record that does not exist: YYYY-MM-DD-GPU-suite.md, or else -suite-2.md and so on."""
+    gpu = torch.cuda.get_device_name().split()[-1].lower() if torch.cuda.is_available() else "no-gpu"
+    name = f"{time.strftime('%Y-%m-%d')}-{gpu}-suite"
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(path for path in (folder / f"{name}.md" for name in names) if not path.exists())
 
 
 def parse(args: list[str] | None) -> argparse.Namespace:
@@ -251,11 +261,12 @@ def main(args: list[str] | None = None) -> int:
     options.python_path = python_path(options)
     stages = [stage for stage in options.stages if stage != "build" or not options.library_from]
     steps = [step for stage in stages for step in steps_of(stage, options)]
+    if any(step.name == "bench" for step in steps):
+        (options.out / "bench.md").unlink(missing_ok=True)  # the tables of an earlier run
     for step in steps:
         run(step, options)
         print(f"{step.name:10s} {step.verdict:20s} {step.seconds:5.0f} s  {step.summary}", flush=True)
-    gpu = torch.cuda.get_device_name().split()[-1].lower() if torch.cuda.is_available() else "no-gpu"
-    (options.out / f"{time.strftime('%Y-%m-%d')}-{gpu}-suite.md").write_text(record(steps, options))
+    new_record(options.out).write_text(record(steps, options))
     failed = [step for step in steps if step.verdict != "ok"]
     for step in failed:
         print(f"--- last lines of {step.name}.log")

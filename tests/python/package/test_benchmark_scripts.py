@@ -35,3 +35,31 @@ def test_power_and_clocks_are_those_of_the_gpu_that_is_measured(script, monkeypa
         assert timing.machine()["driver"] == "580.1"
     commands = asked.read_text().splitlines()
     assert len(commands) == 2 and all("--id=00000000:ab:01.0" in command.split() for command in commands)
+
+
+def _suite_step(verdict: str):
+    def run(step, options):
+        step.verdict = verdict
+        (options.out / f"{step.name}.log").write_text(verdict)
+        if step.name == "bench" and verdict == "ok":
+            (options.out / "bench.md").write_text("# Attention")
+
+    return run
+
+
+def test_a_second_run_of_the_suite_keeps_the_record_of_the_first(script, monkeypatch, tmp_path):
+    suite = script("gpu_suite")
+    monkeypatch.setattr(suite, "run", _suite_step("ok"))
+    assert suite.main(["--out", str(tmp_path), "--stages", "bench"]) == 0
+    assert suite.main(["--out", str(tmp_path), "--stages", "tests"]) == 0
+    first, second = sorted(tmp_path.glob("*-suite*.md"), key=lambda path: len(path.name))
+    assert "## Attention" in first.read_text() and "| bench | ok |" in first.read_text()
+    assert "Attention" not in second.read_text() and "| tests | ok |" in second.read_text()
+
+
+def test_a_benchmark_that_fails_in_the_suite_has_no_tables_of_an_earlier_run(script, monkeypatch, tmp_path):
+    suite = script("gpu_suite")
+    (tmp_path / "bench.md").write_text("# Attention")
+    monkeypatch.setattr(suite, "run", _suite_step("FAILED (1)"))
+    assert suite.main(["--out", str(tmp_path), "--stages", "bench"]) == 1
+    assert "Attention" not in next(tmp_path.glob("*-suite.md")).read_text()
