@@ -138,6 +138,11 @@ def main() -> None:
     options = parser.parse_args()
     if getattr(options, "ranks", None) is not None and options.device != "cpu":
         parser.error(f"--ranks needs --device cpu, got --device {options.device}")
+    if options.run is record:
+        if options.ranks is None and "RANK" not in os.environ:
+            parser.error("record needs the ranks of torchrun, or --device cpu --ranks NUMBER")
+        if options.ranks is not None and options.ranks < 1:
+            parser.error(f"--ranks must be at least 1, got {options.ranks}")
     options.run(options)
 
 

@@ -207,6 +207,13 @@ def main() -> None:
         "--more", nargs="+", type=Path, default=[], help="more records, drawn in further columns (default: none)"
     )
     options = parser.parse_args()
+    if options.run is record:
+        unknown = sorted(set(options.layouts or ()) - set(LAYOUTS[options.model]))
+        if unknown:
+            known = ", ".join(map(repr, LAYOUTS[options.model]))
+            parser.error(f"--layouts must be some of {known} with --model {options.model}, got {', '.join(unknown)}")
+        if not any(layouts_of(options)):
+            parser.error("torch sees no GPU, and every layout needs one.")
     options.run(options)
 
 

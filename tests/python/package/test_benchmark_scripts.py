@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import types
 from pathlib import Path
 
@@ -63,3 +64,37 @@ def test_a_benchmark_that_fails_in_the_suite_has_no_tables_of_an_earlier_run(scr
     monkeypatch.setattr(suite, "run", _suite_step("FAILED (1)"))
     assert suite.main(["--out", str(tmp_path), "--stages", "bench"]) == 1
     assert "Attention" not in next(tmp_path.glob("*-suite.md")).read_text()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--layouts", "CP2", "CP8"], r"--layouts must be some of '1 GPU', .*'CP2', .* with --model dense, got CP8"),
+        ([], "torch sees no GPU"),
+    ],
+)
+def test_layouts_that_cannot_run_are_an_error(script, monkeypatch, tmp_path, capsys, args, message):
+    layouts = script("training_layouts")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr("sys.argv", ["training_layouts.py", "record", str(tmp_path / "out.json"), *args])
+    monkeypatch.setattr(layouts, "train", lambda *args: pytest.fail("it trained"))
+    with pytest.raises(SystemExit) as stop:
+        layouts.main()
+    assert stop.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--device", "cpu"], "record needs the ranks of torchrun, or --device cpu --ranks NUMBER"),
+        (["--device", "cuda"], "record needs the ranks of torchrun, or --device cpu --ranks NUMBER"),
+        (["--device", "cpu", "--ranks", "0"], "--ranks must be at least 1, got 0"),
+    ],
+)
+def test_errors_of_context_parallelism_need_ranks(script, monkeypatch, tmp_path, capsys, args, message):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("sys.argv", ["context_parallel_error.py", "record", str(tmp_path / "out.json"), *args])
+    with pytest.raises(SystemExit) as stop:
+        script("context_parallel_error").main()
+    assert stop.value.code == 2 and message in capsys.readouterr().err
