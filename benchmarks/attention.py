@@ -53,7 +53,10 @@ HEADS = (
     *((16384, 12, d) for d in (32, 72, 80, 96, 112, 192, 256)),
 )
 VALUE_DIMS = ((16384, 12, 192, 128),)  # the same with head_dim_v: latent attention
-LENGTHS = sorted({s for _, s, _, _ in (*SHAPES, *KV_HEADS)})
+# The lengths of the rows that --lengths selects from.
+LENGTHS_OF = {"dense": {s for _, s, _, _ in SHAPES}, "kv_heads": {s for _, s, _, _ in KV_HEADS}}
+LENGTHS_OF["skip"] = {s for _, s, _, d in SHAPES if d == 128}
+LENGTHS = sorted(set().union(*LENGTHS_OF.values()))
 STEADY = ("ours", "cuDNN", FLASH_4, FLASH_4_DETERMINISTIC)  # also timed back to back
 VARLEN = {"tokens": 32768, "documents": 100, "shortest": 10, "longest": 4000, "seed": 0}
 
@@ -366,11 +369,14 @@ def run_portable(bench: Benchmark) -> None:
             "--no-ceilings",
         ]
         command += [f"--seconds={bench.options.seconds}", f"--sustained={bench.options.sustained}"]
-        command += [] if on_gpu() else ["--dry-run"]
+        command += ["--forward-only"] * bench.options.forward_only + ["--dry-run"] * (not on_gpu())
         status = subprocess.run(command, env={**os.environ, "MEGATRON_SB_KERNELS": "portable"}, timeout=300).returncode
         bench.failed |= status != 0
         if out.exists():
-            bench.measurements += [Measurement(**m) for m in json.loads(out.read_text())["measurements"]]
+            record = json.loads(out.read_text())
+            bench.measurements += [Measurement(**m) for m in record["measurements"]]
+            for note in record["notes"]:
+                bench.note(note)
 
 
 RUNNERS = {
@@ -419,6 +425,12 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(args)
     if not on_gpu() and not options.dry_run:
         parser.error("torch sees no GPU. Use --dry-run to try this script at toy sizes.")
+    measured = sorted(set().union(*(LENGTHS_OF.get(row, ()) for row in options.rows)))
+    if not set(options.lengths or ()) <= set(measured):
+        parser.error(
+            f"--lengths must be some of {measured or 'no length'} with --rows {' '.join(options.rows)}, got "
+            f"{options.lengths}"
+        )
     options.contenders = ["ours", *options.peers]
     return options
 

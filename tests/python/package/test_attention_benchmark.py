@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -144,3 +146,29 @@ def test_a_run_that_is_stopped_keeps_what_it_has_measured(run, attention, monkey
     assert {measurement["group"] for measurement in record["measurements"]} == {"skip"}
     assert record["notes"][-1] == "The run was stopped before its end."
     assert record["notes"][-1] in (tmp_path / "markdown").read_text()
+
+
+def test_the_process_of_the_portable_kernels_has_the_same_options(run, attention, monkeypatch):
+    record, _ = run("--rows", "portable", "--forward-only", "--peers", "--no-ceilings")
+    assert [measurement["direction"] for measurement in record["measurements"]] == ["forward"]
+
+
+def test_notes_of_the_portable_kernels_are_in_the_record(run, attention, monkeypatch, tmp_path):
+    def child(command, **options):
+        record = {"measurements": [], "notes": ["ours, portable cannot run portable forward: no memory"]}
+        Path(command[command.index("--json") + 1]).write_text(json.dumps(record))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(attention.subprocess, "run", child)
+    record, _ = run("--rows", "portable", "--peers", "--no-ceilings")
+    assert record["notes"] == ["ours, portable cannot run portable forward: no memory"]
+
+
+@pytest.mark.parametrize("row", ["dense", "skip", "varlen"])
+def test_a_length_that_no_row_has_is_an_error(attention, capsys, row):
+    with pytest.raises(SystemExit):
+        attention.main([*FAST, "--rows", row, "--lengths", "8192"])
+    what = "no length" if row == "varlen" else r"\[4096, 16384, 65536\]"
+    message = rf"--lengths must be some of {what} with --rows {row}, got \[8192\]"
+    assert re.search(message, capsys.readouterr().err)
+    assert attention.parse([*FAST, "--rows", row, "kv_heads", "--lengths", "8192"]).lengths == [8192]
