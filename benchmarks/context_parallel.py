@@ -149,7 +149,7 @@ class Benchmark:
                 rates = [factor * forward_flops / t / 1e9 for t in (ms, steady)]
                 row[direction] = {"ms": ms, "tflops": rates[0], "sustained": rates[1]}
             row["peak_mib"] = peak_mib(calls["both"])
-        except RuntimeError as error:  # out of memory, or not supported by the peer
+        except (RuntimeError, ValueError) as error:  # out of memory, or not supported by the peer or the mode
             row["error"] = str(error).splitlines()[0][:200]
         self.report(row)
 
@@ -170,7 +170,7 @@ class Benchmark:
         for comm in self.options.modes:
             calls = calls_over(plan, comm, local)
             self.measure(what, comm, calls, flops / ranks)
-            if self.options.graphs:
+            if self.options.graphs and "error" not in self.rows[-1]:
                 self.measure(what, f"{comm}, graph", replays_of(calls), flops / ranks)
         if self.options.peer and h == h_kv:
             with torch_context_parallel(*whole) as calls:
@@ -248,7 +248,8 @@ def main() -> None:
     add("--grouped", nargs="*", default=["12:4", "32:8"], help="query heads:KV heads (default: %(default)s)")
     add("--grouped-length", type=int, default=65536, help="length of the rows of --grouped (default: %(default)s)")
     add("--packed", type=int, default=65536, help="tokens of the packed rows; 0 skips them (default: %(default)s)")
-    add("--modes", nargs="+", default=list(MODES), help="values of comm (default: %(default)s)")
+    modes = {"nargs": "+", "choices": [*MODES, "auto"], "default": list(MODES)}
+    add("--modes", **modes, help="values of comm (default: %(default)s)")
     add("--graphs", action="store_true", help="also replay each dense call as a CUDA graph (default: off)")
     add("--no-peer", dest="peer", action="store_false", help="skip torch's context_parallel (default: off)")
     peers = {"nargs": "*", "choices": NAMES, "default": []}

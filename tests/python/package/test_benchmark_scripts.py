@@ -1,5 +1,6 @@
 """What the scripts in benchmarks/ share, and their options and files, without a GPU."""
 
+import argparse
 import importlib
 import os
 import re
@@ -82,6 +83,20 @@ def test_layouts_that_cannot_run_are_an_error(script, monkeypatch, tmp_path, cap
         layouts.main()
     assert stop.value.code == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_mode_that_cannot_exchange_the_heads_is_a_row_with_an_error(script, monkeypatch):
+    """As "a2a" with 12 heads on 8 GPUs. The benchmark goes on with the next row."""
+    benchmark = script("context_parallel")
+    monkeypatch.setattr(benchmark, "median_ms", lambda call, seconds: call())
+    monkeypatch.setattr(benchmark.dist, "get_rank", lambda: 0)
+
+    def refused():
+        raise ValueError('comm = "a2a": the number of heads of q must be a multiple of 8, got 12')
+
+    bench = benchmark.Benchmark(argparse.Namespace(exchanged=[], seconds=0.1, sustained=0.1))
+    bench.measure("L=64", "a2a", {"forward": refused, "both": refused}, 1.0)
+    assert "must be a multiple of 8, got 12" in bench.rows[0]["error"]
 
 
 @pytest.mark.parametrize(
