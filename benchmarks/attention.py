@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 from peers import NAMES, Contender, contenders, ours
-from report import FLASH_4, FLASH_4_DETERMINISTIC, markdown
+from report import FLASH_4, FLASH_4_DETERMINISTIC, markdown, output_file
 from timing import DRY_RUN_FACTOR, FACTORS, Call, Sensors, back_to_back, ceilings, machine, on_gpu, take_turns
 from torch import Tensor
 
@@ -417,8 +417,8 @@ def parse(args: list[str] | None) -> argparse.Namespace:
         "--sustained", type=float, default=0.5, help="seconds of each back-to-back run (default: %(default)s)"
     )
     parser.add_argument("--no-ceilings", action="store_true", help="measure no matrix product and copy (default: off)")
-    parser.add_argument("--json", type=Path, help="file for all measurements (default: none)")
-    parser.add_argument("--markdown", type=Path, help="file for the tables (default: none)")
+    parser.add_argument("--json", type=output_file, help="file for all measurements (default: none)")
+    parser.add_argument("--markdown", type=output_file, help="file for the tables (default: none)")
     parser.add_argument(
         "--dry-run", action="store_true", help="try this script at toy sizes without a GPU (default: off)"
     )
@@ -466,7 +466,6 @@ def write(bench: Benchmark, record: dict) -> None:
     print(text)
     for path, content in ((bench.options.json, json.dumps(record, indent=1)), (bench.options.markdown, text)):
         if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content)
 
 

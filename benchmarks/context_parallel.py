@@ -18,13 +18,13 @@ import json
 import os
 import statistics
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from attention import draw_inputs, draw_lengths
 from exchanged_heads import exchanged_heads
 from peers import NAMES, Contender, contenders
+from report import output_file
 from timing import Call, Stopwatch, back_to_back, machine
 from torch import Tensor
 from torch.nn import functional
@@ -256,7 +256,7 @@ def main() -> None:
     add("--exchanged", **peers, help="attentions that ranks exchange heads around (default: none)")
     add("--seconds", type=float, default=0.3, help="device time for the rounds of a cell (default: %(default)s)")
     add("--sustained", type=float, default=0.3, help="seconds of each back-to-back run (default: %(default)s)")
-    add("--json", type=Path, help="file for all measurements (default: none)")
+    add("--json", type=output_file, help="file for all measurements (default: none)")
     options = parser.parse_args()
     join_ranks()
     if dist.get_rank() == 0:

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+from report import output_file
+
 
 def pyplot_for_files() -> ModuleType:
     """Import and return matplotlib.pyplot for a machine without a screen. Recording does not need matplotlib."""
@@ -30,10 +32,10 @@ def record_or_draw(about: str, record: Callable, draw: Callable) -> tuple[argpar
     parser = argparse.ArgumentParser(description=about.partition("\n")[0])
     commands = parser.add_subparsers(required=True)
     recording = commands.add_parser("record", help="measure on the GPUs of a host")
-    recording.add_argument("json", type=Path, help="file to write")
+    recording.add_argument("json", type=output_file, help="file to write")
     recording.set_defaults(run=record)
     drawing = commands.add_parser("draw", help="draw a record, on any machine")
     drawing.add_argument("json", type=Path, help="file that `record` wrote")
-    drawing.add_argument("picture", type=Path, help="picture to write")
+    drawing.add_argument("picture", type=output_file, help="picture to write")
     drawing.set_defaults(run=draw)
     return parser, recording, drawing

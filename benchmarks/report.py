@@ -1,8 +1,33 @@
-"""Write the record of benchmarks/attention.py as Markdown tables."""
+"""Write the record of benchmarks/attention.py as Markdown tables, and check the files that benchmarks write."""
+
+import argparse
+import os
+from pathlib import Path
 
 FLASH_4, FLASH_4_DETERMINISTIC = "FlashAttention-4", "FlashAttention-4, deterministic"
 _ORDER = ("ours", "cuDNN", "FlashAttention-2", FLASH_4, FLASH_4_DETERMINISTIC, "Triton", "fla")
 _RATIOS = ("cuDNN", FLASH_4_DETERMINISTIC)  # contenders that the tables divide by
+
+
+def output_file(text: str) -> Path:
+    """Return the path of a file that is written after a measurement, and create its folder. A type for argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: If the file cannot be written. The error comes before anything is measured.
+    """
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"its folder cannot be created: {error.strerror}"
+    else:
+        if path.is_dir():
+            why = "it is a folder"
+        elif os.access(path if path.exists() else path.parent, os.W_OK):
+            return path
+        else:
+            why = "there is no permission"
+    raise argparse.ArgumentTypeError(f"must be a file that can be written, got {text!r}: {why}")
 
 
 def markdown(record: dict) -> str:

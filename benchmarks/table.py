@@ -3,8 +3,8 @@
 import argparse
 import json
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
+from report import output_file
 from timing import machine, on_gpu
 
 
@@ -32,7 +32,7 @@ def table_main(
     parser.add_argument(
         "--seconds", type=float, default=seconds, help="device time for the rounds of a line (default: %(default)s)"
     )
-    parser.add_argument("--json", type=Path, help="file for all measurements (default: none)")
+    parser.add_argument("--json", type=output_file, help="file for all measurements (default: none)")
     parser.add_argument(
         "--dry-run", action="store_true", help="try this script at toy sizes without a GPU (default: off)"
     )

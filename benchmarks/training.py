@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from report import output_file
 from timing import machine, on_gpu, synchronize
 from torch.nn.attention import SDPBackend
 
@@ -334,7 +335,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of a micro-batch, at least a row (default: %(default)s)",
     )
     add("--logit", type=float, default=-11.0, help="mean logit, at most 0 (default: %(default)s)")
-    add("--json", type=Path, help="file for all measurements (default: none)")
+    add("--json", type=output_file, help="file for all measurements (default: none)")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

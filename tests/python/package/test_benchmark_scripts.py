@@ -39,6 +39,22 @@ def test_power_and_clocks_are_those_of_the_gpu_that_is_measured(script, monkeypa
     assert len(commands) == 2 and all("--id=00000000:ab:01.0" in command.split() for command in commands)
 
 
+def test_files_are_checked_before_anything_is_measured(script, monkeypatch, tmp_path, capsys):
+    output_file = script("report").output_file
+    assert output_file(str(tmp_path / "new" / "out.json")) == tmp_path / "new" / "out.json"
+    assert list((tmp_path / "new").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    for path, why in ((tmp_path, "it is a folder"), (tmp_path / "file" / "out.json", "its folder cannot be created")):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"must be a file that can be written, got .*: {why}"):
+            output_file(str(path))
+    for name in ("head_output", "variants", "decode"):
+        table = script(name)
+        monkeypatch.setattr(table, "rows", lambda options: pytest.fail("it measured"))
+        with pytest.raises(SystemExit):
+            table.main(["--dry-run", "--json", str(tmp_path)])
+        assert "argument --json: must be a file that can be written" in capsys.readouterr().err
+
+
 def _suite_step(verdict: str):
     def run(step, options):
         step.verdict = verdict
