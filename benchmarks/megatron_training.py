@@ -415,8 +415,8 @@ def main(arguments: list[str] | None = None) -> None:
     is_first = dist.get_rank() == 0
     toy = [*(f"model.{value}" for value in DRY_RUN), f"data.vocab_size={DRY_RUN_VOCAB_SIZE}"] if options.dry_run else []
     device = "cuda" if on_gpu() else "cpu"
-    fixed = ["parallel.ranks=1", f"parallel.device={device}", "compare=[stick_breaking]"]
-    training = load_config(options.config, [*fixed, *toy, *options.set])
+    fixed = [f"parallel.device={device}", "compare=[stick_breaking]"]
+    training = load_config(options.config, [*fixed, *toy, *options.set], any_layout=True)
     here = machine() | versions()
     if is_first:
         print(here, flush=True)

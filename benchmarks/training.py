@@ -47,6 +47,7 @@ from megatron_sb.training.config import TrainingConfig, load_config
 from megatron_sb.training.data import PackedBatch, pack
 from megatron_sb.training.documents import Subset, load_corpus
 from megatron_sb.training.engine import engine as engine_module
+from megatron_sb.training.loading import on_one_rank
 from megatron_sb.training.throughput import model_flops
 
 QUIET = 0.25  # factor of the random part of shifted queries and keys
@@ -319,6 +320,14 @@ def measure(
             }
 
 
+def at_most_0(text: str) -> float:
+    """Return a number of the command line that must be at most 0."""
+    number = float(text)
+    if not -math.inf < number <= 0:
+        raise argparse.ArgumentTypeError(f"must be finite and at most 0, got {text}")
+    return number
+
+
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that megatron_training.py has, too."""
     add = parser.add_argument
@@ -334,7 +343,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
         default=16384,
         help="tokens of a micro-batch, at least a row (default: %(default)s)",
     )
-    add("--logit", type=float, default=-11.0, help="mean logit, at most 0 (default: %(default)s)")
+    add("--logit", type=at_most_0, default=-11.0, help="mean logit, at most 0 (default: %(default)s)")
     add("--json", type=output_file, help="file for all measurements (default: none)")
 
 
@@ -414,8 +423,9 @@ def main(arguments: list[str] | None = None) -> None:
         if not lengths:
             continue
         device = "cuda" if on_gpu() else "cpu"
-        overrides = ["parallel.ranks=1", f"parallel.device={device}", "compare=[stick_breaking]", *options.set]
-        config = load_config(options.config, [*overrides, f"model.recompute={recompute}"])
+        overrides = [f"parallel.device={device}", "compare=[stick_breaking]", *options.set]
+        overrides.append(f"model.recompute={recompute}")
+        config = on_one_rank(load_config(options.config, overrides, any_layout=True))
         rows = rows or (
             TextRows(load_corpus(config).validation) if options.checkpoint else RandomRows(config.vocab_size)
         )

@@ -56,7 +56,9 @@ def test_a_trained_model_beside_every_tile_and_softmax(run, measured):
     assert 0 <= short < long < 1, "a longer context skips more"
     assert again == short, "the measured steps do not change the weights"
     assert others == [0.0] * 3 + [None] * 6
-    named, _ = measured("--checkpoint", checkpoints / "extended-000002", "--models", "stick_breaking")
+    # The layout of the configuration does not matter: there is one rank.
+    layout = ["--set", "stages.1.context_parallel_size=2", "--set", "parallel.ranks=2"]
+    named, _ = measured("--checkpoint", checkpoints / "extended-000002", "--models", "stick_breaking", *layout)
     assert [row["skipped"] for row in named] == [row["skipped"] for row in rows[:6]]
 
 
@@ -112,3 +114,11 @@ def test_short_documents_are_joined(text_rows):
     assert batch.cu_seqlens.tolist() == [0, 8, 16] and rows.kind == "joined documents"
     assert batch.tokens.tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 2, 0, 0, 0, 1, 1, 2, 2]
     assert batch.labels[:8].tolist() == batch.tokens[1:9].tolist()
+
+
+@pytest.mark.parametrize("logit", ["0.5", "-inf", "nan"])
+def test_a_logit_that_weights_cannot_be_changed_to_is_an_error(monkeypatch, capsys, logit):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    with pytest.raises(SystemExit):
+        importlib.import_module("training").parse(["CONFIG.yaml", f"--logit={logit}"])
+    assert f"argument --logit: must be finite and at most 0, got {logit}" in capsys.readouterr().err
