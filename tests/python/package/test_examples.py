@@ -33,6 +33,15 @@ def test_a_script_without_its_launcher_says_so(script, words):
     assert words in line
 
 
+def test_several_machines_need_a_place_to_meet():
+    """Without it, each would wait for minutes at its own localhost."""
+    environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "NODES": "2", "RANKS_PER_NODE": "1"}
+    command = ["bash", ROOT / "examples/train_torchrun.sh", "CONFIG.yaml"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+    assert run.returncode == 2
+    assert run.stderr.startswith("train_torchrun.sh: HEAD must be the name of the machine where the ranks meet")
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_example_runs(path):
     command = ast.get_docstring(ast.parse(path.read_text())).splitlines()[-1].split()

@@ -7,7 +7,7 @@ set -euo pipefail
 : "${NODES:?}" "${RANKS_PER_NODE:?}" "${SECONDS_AT_MOST:?}"
 here=$(dirname "$(realpath "$0")")
 PATH="$(dirname "${PYTHON:-$(command -v python3)}"):$PATH"
-export PATH NODES RANKS_PER_NODE NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1
+export PATH NODES RANKS_PER_NODE HEAD=localhost NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1
 export PORT=$((20000 + $$ % 10000))
 for ((machine = 0; machine < NODES; machine++)); do  # `timeout` also ends all child processes of its command
     NCCL_HOSTID=machine$machine timeout "$SECONDS_AT_MOST" "$here/../../../examples/train_torchrun.sh" "$@" &
