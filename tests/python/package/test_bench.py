@@ -59,6 +59,15 @@ def test_the_plot_is_drawn_before_the_memory_is_measured(tmp_path, monkeypatch):
     assert (tmp_path / "bench_cpu.png").exists()
 
 
+def test_peak_memory_is_that_of_the_tensors():
+    """And not that of code and threads, which the first call of a process needs."""
+    arguments = ["--heads", "8", "--head-dim", "64", "--dtype", "fp32", "--device", "cpu", "--batch", "1"]
+    length = 2048
+    peak = bench.peak_memory_in_fresh_process("full", length, bench.make_parser().parse_args(arguments))
+    output_and_gradients = 4 * length * 8 * 64 * 4
+    assert output_and_gradients / 2 < peak < 1.5 * output_and_gradients
+
+
 def test_peak_memory_includes_an_allocation_of_the_backward():
     """An earlier, higher peak of the process can only increase the result."""
     megabytes = 256
