@@ -563,8 +563,7 @@ def unshard_sequence(
     The function is a collective, and so is its backward. The backward sums the gradients of all ranks in fp32 (fp64 for
     fp64) and returns to each rank its rows (a reduce-scatter). If every rank computes the same loss from the whole
     sequence, this loss therefore counts once for each rank: divide it by the number of ranks, or multiply it by 0 on
-    all ranks but one. A rank that leaves it out takes no part in the backward, and the others wait for it until the
-    timeout of the group. The function can be differentiated once.
+    all ranks but one. If a rank leaves it out, the others wait until the timeout of the group. Differentiable once.
 
     Args:
         x: this rank's rows, as `shard_sequence` returns them.
