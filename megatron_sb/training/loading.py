@@ -13,13 +13,13 @@ import numpy as np
 from megatron_sb.training.checkpoint import check_whole, load, newest_checkpoint, read_progress
 from megatron_sb.training.config import (
     ConfigError,
-    ParallelConfig,
     TrainingConfig,
     check_packages,
     load_config,
     needs_gpu,
 )
 from megatron_sb.training.config.checks import check
+from megatron_sb.training.config.loader import without_parallelism
 from megatron_sb.training.data import PackedBatch
 from megatron_sb.validation import InputError, MissingFileError, check_choice
 
@@ -206,11 +206,6 @@ def on_one_rank(config: TrainingConfig) -> TrainingConfig:
             f"parallel.tensor_parallel_size must be 1 on a CPU, got {parallel.tensor_parallel_size}. One rank loads "
             "the model, and on a CPU one rank cannot load the checkpoints of several tensor-parallel ranks."
         )
-    one_rank = ParallelConfig(
-        device=parallel.device, threads_per_rank=parallel.threads_per_rank, timeout_seconds=parallel.timeout_seconds
-    )
-    no_context_parallelism = {"context_parallel_size": 1, "hierarchical_context_parallel_sizes": ()}
-    stages = tuple(dataclasses.replace(stage, **no_context_parallelism) for stage in config.stages)
-    config = dataclasses.replace(config, parallel=one_rank, stages=stages)
+    config = without_parallelism(config, ("device", "threads_per_rank", "timeout_seconds"))
     check(config)
     return config

@@ -38,16 +38,23 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, any_layout: 
     """
     with _naming(path):
         config = _validated(TrainingConfig, _overridden(translate(_read(path)), overrides))
-        check(_on_one_rank(config) if any_layout else config)
+        kept = ("device", "layout", "packing")
+        check(without_parallelism(config, kept, rows_per_micro_batch=None) if any_layout else config)
     return config
 
 
-def _on_one_rank(config: TrainingConfig) -> TrainingConfig:
-    """Return a configuration without parallelism and micro-batches."""
-    kept = {name: getattr(config.parallel, name) for name in ("device", "layout", "packing")}
-    changes = {"context_parallel_size": 1, "hierarchical_context_parallel_sizes": (), "rows_per_micro_batch": None}
+def without_parallelism(config: TrainingConfig, kept: Sequence[str], **of_stages: Any) -> TrainingConfig:
+    """Return a configuration for one rank.
+
+    Args:
+        config: the configuration.
+        kept: fields of `parallel` that stay. The others get their defaults.
+        of_stages: further changes of every stage.
+    """
+    changes = {"context_parallel_size": 1, "hierarchical_context_parallel_sizes": (), **of_stages}
     stages = tuple(dataclasses.replace(stage, **changes) for stage in config.stages)
-    return dataclasses.replace(config, parallel=ParallelConfig(**kept), stages=stages)
+    parallel = ParallelConfig(**{name: getattr(config.parallel, name) for name in kept})
+    return dataclasses.replace(config, parallel=parallel, stages=stages)
 
 
 def load_fields(cls: type, path: str | Path, overrides: Sequence[str] = ()) -> Any:
