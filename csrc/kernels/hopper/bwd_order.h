@@ -76,22 +76,18 @@ inline HeadOrder one_after_another(int heads, int most_together, int steps_toget
     return {(heads + groups - 1) / groups, HeadOrder::kOneAfterAnother, std::max(steps_together, 1)};
 }
 
-// Chooses the order. The constants are measured (docs/design/kernels-hopper-backward.md).
+// Chooses the order. The constants are measured (docs/design/kernels-hopper-order.md).
 inline HeadOrder choose_head_order(const Sizes& z, const Segments& segments, bool attend_current) {
     const int heads = z.batch * z.num_kv_heads, tile = backward_key_tile(z), key_tiles = (z.k_rows + tile - 1) / tile;
-    if (segments.by_value()) {  // the host cannot read a segment table
-        // Neighbouring tiles of a head are about `in_flight` * steps / 132 steps apart, where `steps` is what a key
-        // tile has on average, about as many as the middle one. The data of that many steps of all CTAs stay in the L2
-        // cache.
+    // Many heads of one sequence are spread. `in_flight` of them have tiles at work. So neighbouring tiles of a head
+    // are about in_flight * steps / 132 steps apart, where `steps` is what a key tile has on average, about as many as
+    // the middle one. The data of that many steps of all CTAs stay in the L2 cache.
+    if (segments.by_value() && z.num_heads == z.num_kv_heads) {  // the host cannot read a segment table
         const Segment s = clamped(segments.whole, z);
-        const int steps_of_head = num_steps(s) - oldest_step(s, attend_current, key_tiles / 2 * tile);
-        const int steps = std::max(steps_of_head, 1) * (z.num_heads / z.num_kv_heads);
-        const int columns = stored_columns(z);
-        const float in_flight = (columns < 128 ? 45000.f : 57600.f) / float(columns * steps);
-        const float fewest = columns < 128 ? 1.3f : columns == 128 ? 2.5f : 1.5f;
-        constexpr float kRounds = 3.f;
-        if (in_flight >= fewest && heads >= kRounds * in_flight)
-            return {1, int((key_tiles - 1) / in_flight) + 1, INT32_MAX};
+        const int steps = num_steps(s) - oldest_step(s, attend_current, key_tiles / 2 * tile);
+        constexpr float kCached = 65536.f, kFewest = 1.75f, kMost = 16.f;
+        const float in_flight = std::min(kCached / float(stored_columns(z) * std::max(steps, 1)), kMost);
+        if (in_flight >= kFewest && heads >= 2 * in_flight) return {1, int((key_tiles - 1) / in_flight) + 1, INT32_MAX};
     }
     // Groups of heads, one after another. The chains of a group fill the GPU, and follow each other as closely as they
     // can.

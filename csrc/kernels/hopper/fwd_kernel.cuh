@@ -58,13 +58,17 @@ __global__ void __launch_bounds__(T::kThreads, 1) forward(const __grid_constant_
     }
 }
 
-// Number of query heads to process together. It is so small that their K and V stay in the L2 cache. All groups have
-// nearly the same size, so the last group still fills the GPU.
-inline int heads_in_flight(const Sizes& z) {
+// Number of query heads to process together. It is so small that their K and V stay in the L2 cache. But if a head has
+// few work tiles, as on a rank of context parallelism, there are enough heads for two work tiles of each CTA: the long
+// ones then begin first, and no CTA is left with one at the end. All groups have nearly the same size, so the last
+// group still fills the GPU. `tiles`: query tiles of a head.
+inline int heads_in_flight(const Sizes& z, int64_t tiles) {
     constexpr int64_t kCacheBytes = 32 << 20;
     const int64_t kv_head_bytes = std::max<int64_t>(1, int64_t(z.k_rows) * (z.head_dim + z.head_dim_v) * 2);
-    const int64_t max_heads = std::max<int64_t>(1, kCacheBytes / kv_head_bytes) * (z.num_heads / z.num_kv_heads);
-    const int64_t heads = int64_t(z.batch) * z.num_heads, groups = (heads + max_heads - 1) / max_heads;
+    const int64_t cached_heads = std::max<int64_t>(1, kCacheBytes / kv_head_bytes) * (z.num_heads / z.num_kv_heads);
+    const int64_t filling_heads = (2 * common::num_multiprocessors() + tiles - 1) / tiles;
+    const int64_t heads = int64_t(z.batch) * z.num_heads, most = std::max(cached_heads, filling_heads);
+    const int64_t groups = (heads + most - 1) / most;
     return int((heads + groups - 1) / groups);
 }
 
@@ -87,7 +91,8 @@ void launch_forward(const ForwardParams& p, cudaStream_t stream) {
         a.q_biases = make_query_map(p.q, q, T::kQueryTile, T::kBiases);
         a.k_biases = make_key_map(p.k, k, T::kKeyTile, T::kBiases);
     }
-    a.heads_in_flight = heads_in_flight(z);
+    const int64_t tiles = common::max_query_tiles(z, p.segments, T::kQueryTile);
+    a.heads_in_flight = heads_in_flight(z, tiles);
     const common::Scalars scalars = common::scalars_of<Element>(p.options);
     a.scale_log2 = scalars.scale_log2e;
     a.reach = scalars.reach;
@@ -95,7 +100,7 @@ void launch_forward(const ForwardParams& p, cudaStream_t stream) {
     a.restart_floor = scalars.least_restart;
     a.expired_wait = common::expired_wait_record();
 
-    const int64_t num_work_tiles = common::max_query_tiles(z, p.segments, T::kQueryTile) * z.batch * z.num_heads;
+    const int64_t num_work_tiles = tiles * z.batch * z.num_heads;
     common::launch<common::Start::kBeforeEnd>("hopper forward", forward<T>,
                                               std::min<int64_t>(common::num_multiprocessors(), num_work_tiles),
                                               T::kThreads, sizeof(typename T::Shared), stream, a);
