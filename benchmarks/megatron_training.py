@@ -28,6 +28,7 @@ import gc
 import importlib.metadata
 import json
 import os
+import random
 import statistics
 import time
 from collections.abc import Iterator
@@ -282,10 +283,15 @@ def slowest(seconds: float) -> float:
 
 
 def take_turns(contenders: Contenders, batches: list[torch.Tensor], seconds: float) -> dict[str, Timings]:
-    """Run a step of each contender in each round, for about `seconds` after WARM_ROUNDS untimed rounds."""
+    """Run a step of each contender in each round, for about `seconds` after WARM_ROUNDS untimed rounds.
+
+    The order differs from round to round, in the same way on all ranks.
+    """
     found = {name: Timings() for name in contenders.names}
+    order, shuffle = list(found.items()), random.Random(0).shuffle
     for round_number in range(WARM_ROUNDS + MOST_ROUNDS):
-        for name, timings in found.items():
+        shuffle(order)
+        for name, timings in order:
             if on_gpu():
                 torch.cuda.reset_peak_memory_stats()
             synchronize()

@@ -3,6 +3,7 @@
 On a machine without a GPU the same functions measure wall time, so that a benchmark can be tried there.
 """
 
+import random
 import shutil
 import statistics
 import subprocess
@@ -62,7 +63,8 @@ class Stopwatch:
 def take_turns(calls: dict[str, Call], *, seconds: float, least: int = 5, most: int = 30) -> dict[str, float]:
     """Return the median milliseconds of each call.
 
-    In each round every call runs once, each after a flush of the L2 cache, so that drift affects all calls equally.
+    In each round every call runs once, each after a flush of the L2 cache, so that drift affects all calls equally. The
+    order differs from round to round: a call that follows one of high power runs at a lower clock.
 
     Args:
         calls: what to time, by name. Each runs twice before the rounds.
@@ -79,14 +81,16 @@ def take_turns(calls: dict[str, Call], *, seconds: float, least: int = 5, most: 
     rounds = min(most, max(least, int(seconds * 1e3 / (sum(warm.values()) + 0.1 * len(calls)))))
     flushed = torch.empty(_L2_FLUSH_BYTES, dtype=torch.int8, device="cuda") if on_gpu() else None
     watches: dict[str, list[Stopwatch]] = {name: [] for name in calls}
+    order, shuffle = list(calls), random.Random(0).shuffle
     for _ in range(rounds):
+        shuffle(order)
         if on_gpu():
             torch.cuda._sleep(_HEAD_START_CYCLES)
-        for name, call in calls.items():
+        for name in order:
             if flushed is not None:
                 flushed.zero_()
             watch = Stopwatch()
-            call()
+            calls[name]()
             watches[name].append(watch.stop())
     return {name: statistics.median(w.milliseconds() for w in taken) for name, taken in watches.items()}
 
