@@ -147,6 +147,11 @@ def test_the_weights_are_those_that_are_counted(job):
 def test_training(job):
     """The loss falls, and documents in one row do not see each other: each alone has the recorded likelihood."""
     pytest.importorskip("fla")
+    config = load_config(job, HYBRID)
+    try:
+        check_packages(config, config.compare)
+    except ConfigError as error:
+        pytest.skip(str(error))
     out = job.parent / "run"
     overrides = [*HYBRID, "model.head_dim=64", "model.precision=bf16", "report.tensorboard=false"]
     command = [sys.executable, "-m", "megatron_sb.training", str(job), *overrides, "--out", str(out)]
