@@ -119,7 +119,8 @@ __device__ void append_to_row(const Params& p, const Rows<void*>& extended, cons
             columns.x[kGateParts + i] = query ? p.unit : parts.x[i];
         }
         store(place.template in<T>(extended, p.head_dim), columns);
-        if (p.padded) store(place.template in<T>(extended, p.head_dim + kChannels), Eight{});
+        const int end = p.head_dim + (p.gate != nullptr ? 2 : 1) * kChannels;  // another lane writes the gates
+        if (p.padded) store(place.template in<T>(extended, end), Eight{});
     }
     if (p.gate != nullptr && place.exists && place.lane == kLanes - 1) {
         Eight columns = {};
