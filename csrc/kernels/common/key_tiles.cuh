@@ -155,10 +155,11 @@ class KeyTilePlanner {
         const Segment s = i < segments_.size ? clamped(segments_[i], sizes_) : Segment{};
         const bool linked = has_pairs(s);
         const uint32_t same = __match_any_sync(~0u, linked ? s.k_begin : -1 - lane),
-                       earlier = same & ((1u << lane) - 1);
+                       earlier = same & ((1u << lane) - 1), linking = __ballot_sync(~0u, linked);
         if (!linked) return;
         const uint32_t later = same & ~(earlier | 1u << lane);
         if (earlier == 0 && !is_first(s, i)) set_next(__ldcg(&latest_[s.k_begin]), i);
+        __syncwarp(linking);  // the first lane of a range has read the entry that its last lane replaces
         if (later == 0) __stcg(&latest_[s.k_begin], i);
         set_next(i, later == 0 ? -1 : first_of_warp + __ffs(later) - 1);
     }
