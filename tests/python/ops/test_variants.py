@@ -391,6 +391,17 @@ class TestColumns:
         least = 2.0**-24 if dtype == torch.float16 else 2.0**-64
         assert (parts[..., 8:11].sum(-1) - gate.double().clamp(least, 1)).abs().max() <= spacing
 
+    @SIDES
+    @pytest.mark.parametrize(("d", "gated"), [(40, True), (48, False)])
+    def test_kernels_write_zeros_to_the_padding(self, device, side, d, gated):
+        """The padding fills the last sector of a row, after the gates."""
+        if device == "cpu":
+            pytest.skip("tensor operations leave the padding as it is")
+        x, gate, _ = self.inputs(torch.bfloat16, d)
+        out = ops.extend_forward(x, None, gate if gated else None, side, True, 1.0)
+        assert (out.shape[-1], out.stride(2)) == (56, 64)
+        assert not out.as_strided((2, 37, 3, 8), out.stride(), 56).any()
+
     @pytest.mark.parametrize("side", [0, 1, 2])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     def test_torch_compile_expects_the_strides_of_the_result(self, dtype, side):
