@@ -125,7 +125,7 @@ class SoftmaxAttention(nn.Module):
                 count writes by collectives, by CUDA graphs, by kernels of other libraries and through `.data`: after
                 such a write the device stops with an error. Pass a new tensor, or keep the offsets on the CPU.
             log_gates: log f of the forget gate of each key (forget_gates.py), (b, s, h_kv), or packed (t, h_kv), fp32
-                or fp64. Default None: no gates.
+                or fp64. Must be None with StableMask. Default None: no gates.
 
         Returns:
             A tensor of q's shape and dtype. Sums are in fp32 (fp64 for fp64). Under autocast q, k and v are cast to
@@ -144,7 +144,7 @@ class SoftmaxAttention(nn.Module):
         if cu_seqlens is not None:
             _check_offsets(cu_seqlens)
         if log_gates is not None:
-            check_gates(log_gates, k)
+            self.check_gates(log_gates, k)
         with without_autocast(q):
             if cu_seqlens is None:
                 return self._attend(q, k, v, (q.shape[1],), log_gates)
@@ -214,24 +214,32 @@ class SoftmaxAttention(nn.Module):
             if (x.dtype, x.device) != (q.dtype, q.device):
                 raise TypeError(f"{name} must be {q.dtype} on {q.device} as q, got {x.dtype} on {x.device}.")
 
+    def check_gates(self, log_gates: object, k: Tensor) -> None:
+        """Raise ValueError or TypeError unless log_gates are fp32 or fp64, one for each token and KV head of k.
+
+        StableMask compares the scores with pseudo scores of fixed size. Gates shift the scores of a row, and the
+        kernels leave out the shift that all keys of a row share (forget_gates.py), so both together are an error.
+        """
+        check_tensor("log_gates", log_gates)
+        if self.stable_mask_gamma is not None:
+            raise ValueError(
+                f"log_gates must be None with stable_mask_gamma, {self.stable_mask_gamma}, got a tensor: StableMask "
+                "has no forget gates."
+            )
+        if log_gates.shape != k.shape[:-1]:
+            raise ValueError(f"log_gates must have the shape {tuple(k.shape[:-1])} of k, got {tuple(log_gates.shape)}.")
+        if log_gates.dtype not in (torch.float32, torch.float64) or log_gates.device != k.device:
+            raise TypeError(
+                f"log_gates must be torch.float32 or torch.float64 on {k.device} as k, got {log_gates.dtype} on "
+                f"{log_gates.device}."
+            )
+
 
 def _check_offsets(cu_seqlens: Tensor) -> None:
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
         raise ValueError(
             "cu_seqlens must be torch.int32 of shape (documents + 1,), "
             f"got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}."
-        )
-
-
-def check_gates(log_gates: object, k: Tensor) -> None:
-    """Raise ValueError or TypeError unless log_gates are fp32 or fp64 on k's device, one for each token and KV head."""
-    check_tensor("log_gates", log_gates)
-    if log_gates.shape != k.shape[:-1]:
-        raise ValueError(f"log_gates must have the shape {tuple(k.shape[:-1])} of k, got {tuple(log_gates.shape)}.")
-    if log_gates.dtype not in (torch.float32, torch.float64) or log_gates.device != k.device:
-        raise TypeError(
-            f"log_gates must be torch.float32 or torch.float64 on {k.device} as k, got {log_gates.dtype} on "
-            f"{log_gates.device}."
         )
 
 

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from megatron_sb.baselines.softmax import kernels
-from megatron_sb.baselines.softmax.attention import SoftmaxAttention, cast_by_autocast, check_gates
+from megatron_sb.baselines.softmax.attention import SoftmaxAttention, cast_by_autocast
 from megatron_sb.baselines.softmax.blocks import RowGradients, Sums, block_backward, block_forward
 from megatron_sb.baselines.softmax.exchange import Gathered, Ring, exchange_heads, exchange_rows
 from megatron_sb.baselines.softmax.forget_gates import CHANNELS, append_gate_channels, gate_channels
@@ -57,7 +57,7 @@ def context_parallel_softmax(
         k: (b, s_local, h_kv, d), or packed (t_local, h_kv, d), in q's dtype.
         v: of k's shape, in q's dtype.
         log_gates: log f of the forget gate of each local key, (b, s_local, h_kv), or packed (t_local, h_kv), fp32 or
-            fp64. Default None: no gates.
+            fp64. Must be None with StableMask. Default None: no gates.
         plan: the plan of the batch.
         comm: how a rank gets the keys that its queries see.
             - "p2p": keys and values move around the ring of ranks. Each rank folds the blocks of its rows by their
@@ -106,7 +106,7 @@ def context_parallel_softmax(
     if q.shape[-3] != plan.local_len:
         raise ValueError(f"q must have the {plan.local_len} local rows of {plan!r}, got {q.shape[-3]}.")
     if log_gates is not None:
-        check_gates(log_gates, k)
+        attention.check_gates(log_gates, k)
     comm = _chosen(comm, q, k, plan)
     head_group, key_group = _groups(comm, plan, hierarchical_groups)
     exchanging = 1 if head_group is None else dist.get_world_size(head_group)

@@ -274,6 +274,11 @@ def _softmax_problems(config: TrainingConfig, attention: SoftmaxAttentionConfig,
             "others"
         )
     yield from _dropped_problems(config, attention, path)
+    if attention.forget_gate and attention.stable_mask_gamma is not None:
+        yield (
+            f"{path}.stable_mask_gamma = {attention.stable_mask_gamma} contradicts {path}.forget_gate = True: "
+            "StableMask has no forget gates"
+        )
     if attention.forget_gate and tensor > config.model.num_kv_heads:
         yield (
             f"{path}.forget_gate = True contradicts parallel.tensor_parallel_size = {tensor}: tensor parallelism "

@@ -122,3 +122,11 @@ def test_fp16_keeps_sums_above_its_largest_number():
 def test_invalid_gates(gates, message):
     with pytest.raises((TypeError, ValueError), match=message):
         SoftmaxAttention(4, 8)(*make_inputs(1, 6, dtype=torch.float32), None, gates)
+
+
+def test_stable_mask_has_no_gates():
+    """The kernels leave out the shift that gates give to all scores of a row, which StableMask would have to know."""
+    module = SoftmaxAttention(4, 8, stable_mask_gamma=0.5)
+    gates = torch.full((1, 6, 2), -0.5)
+    with pytest.raises(ValueError, match=r"log_gates must be None with stable_mask_gamma, \(0\.5, 0\.5, 0\.5, 0\.5\)"):
+        module(*make_inputs(1, 6, dtype=torch.float32), None, gates)

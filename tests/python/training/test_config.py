@@ -355,6 +355,7 @@ REFUSALS = {
     "attention.softmax_rope={position: none, evaluated_scalings: [ntk]}": r"\['ntk'\] contradicts .*position = 'none'",
     "attention.softmax_rope={position: fire, rotary_base: 5e5}": r"base = 500000\.0 contradicts .*position = 'fire'",
     "attention.softmax_rope.global_interval=4": r"global_interval = 4 contradicts .*'rope' and .*window = None",
+    "attention.softmax_rope={stable_mask_gamma: 0.5, forget_gate: true}": r"gamma = 0\.5 contradicts .*gate = True",
     "attention.softmax_rope.dropped_in=short": r"dropped_in must name a stage after .*'extended'.* got 'short'",
     "attention.softmax_rope={dropped_in: extended, evaluated_scalings: [yarn]}": r"needs .*got 'rope' and \['yarn'",
     "attention.softmax_rope.evaluated_scalings=[]": r"softmax_rope\.evaluated_scalings must have at least one item",
