@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import logsigmoid, pad
 
+from megatron_sb.baselines.autocast import without_autocast
 from megatron_sb.validation import check_counts, check_finite, check_tensor, head_dim_of
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -172,7 +173,7 @@ class _GeometricAttention(torch.autograd.Function):
         ctx.scale = scale
         batch, length, heads = q.shape[:3]
         o = q.new_empty(batch, length, heads, v.shape[-1])
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q):
             q, k, v, left, right = _widened(q, k, v, left, right, padding=padding)
             for begin, end in _chunks(batch * heads, length):
                 _, weights, order = _weights_by_distance(scale * q[:, :, begin:end], k, left, right, padding, begin)
@@ -186,7 +187,7 @@ class _GeometricAttention(torch.autograd.Function):
         q, k, v, left, right, padding = ctx.saved_tensors
         dtypes = [x.dtype for x in (q, k, v, left, right)]
         batch, length, heads = q.shape[:3]
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q):
             q, k, v, left, right, grad_o = _widened(q, k, v, left, right, grad_o, padding=padding)
             grad_q, grad_k, grad_v, grad_left, grad_right = grads = [
                 torch.zeros_like(x) for x in (q, k, v, left, right)

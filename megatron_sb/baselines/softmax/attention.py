@@ -15,6 +15,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from megatron_sb.baselines.autocast import without_autocast
 from megatron_sb.baselines.softmax import kernels
 from megatron_sb.baselines.softmax.forget_gates import CHANNELS, with_gate_channels
 from megatron_sb.baselines.softmax.offsets import last_offsets
@@ -24,7 +25,6 @@ from megatron_sb.baselines.softmax.positions import (
     alibi_slopes,
     rotary_cos_sin,
     rotate,
-    without_autocast,
 )
 from megatron_sb.validation import check_choice, check_counts, check_number, check_tensor
 

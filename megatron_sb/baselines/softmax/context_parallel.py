@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from megatron_sb.baselines.autocast import without_autocast
 from megatron_sb.baselines.softmax import kernels
 from megatron_sb.baselines.softmax.attention import SoftmaxAttention, cast_by_autocast
 from megatron_sb.baselines.softmax.blocks import RowGradients, Sums, block_backward, block_forward
 from megatron_sb.baselines.softmax.exchange import Gathered, Ring, exchange_heads, exchange_rows
 from megatron_sb.baselines.softmax.forget_gates import CHANNELS, append_gate_channels, gate_channels
-from megatron_sb.baselines.softmax.positions import rotary_cos_sin, rotate, without_autocast
+from megatron_sb.baselines.softmax.positions import rotary_cos_sin, rotate
 from megatron_sb.baselines.softmax.shards import Shards, shards_of
 from megatron_sb.baselines.softmax.stable_mask import pseudo_lse
 from megatron_sb.ops.context_parallel import ContextParallelPlan, unshard_sequence

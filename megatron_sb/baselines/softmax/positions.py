@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from megatron_sb.baselines.autocast import without_autocast
 from megatron_sb.baselines.softmax.compiled import compiled
 from megatron_sb.baselines.softmax.offsets import row_positions, shared_by_layers
 from megatron_sb.validation import check_choice, check_counts, check_number
@@ -22,11 +22,6 @@ RotaryKind = Literal["none", "linear", "ntk", "yarn"]
 # times or less, and blends the pairs in between by their index.
 YARN_SLOW, YARN_FAST = 1.0, 32.0
 _FIRE_EPS = 1e-6
-
-
-def without_autocast(x: Tensor) -> contextlib.AbstractContextManager:
-    """Disable autocast on x's device. The meta device has no autocast."""
-    return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 @dataclass(frozen=True)

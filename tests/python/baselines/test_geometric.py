@@ -405,6 +405,14 @@ class TestModule:
         }
         assert "hidden_size=12, num_heads=3, head_dim=4" in repr(module)
 
+    def test_on_meta(self):
+        """Tensors on the meta device give the shapes of outputs and gradients, as in `SoftmaxAttention`."""
+        attention, x = GeometricAttention(12, 3, device="meta"), torch.empty(2, 5, 12, device="meta")
+        out = attention(x, key_padding_mask=torch.empty(2, 5, dtype=torch.bool, device="meta"))
+        out.sum().backward()
+        assert (out.shape, out.device.type) == (x.shape, "meta")
+        assert all(p.grad.shape == p.shape for p in attention.parameters())
+
     def test_order_matters_without_positions(self):
         """The output depends on the order of the sequence without a position encoding."""
         module, x = make_module(), torch.randn(1, 6, 12)
