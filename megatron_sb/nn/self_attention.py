@@ -266,9 +266,17 @@ class StickBreakingSelfAttention(nn.Module):
             if value is not None:
                 raise ValueError(f"{name} must be None with a cache, which holds whole sequences, got {value}.")
         wanted = {"logits": self.options.logits, "forget_gate": self.options.forget_gate, "key_bias": False}
+        wanted |= {"batch_size": x.shape[0], "num_kv_heads": self.num_kv_heads, "device": x.device}
+        wanted |= {"head_dim": self.head_dim, "head_dim_v": self.head_dim}
         for name, value in wanted.items():
             if value != (got := getattr(cache, name)):
-                raise ValueError(f"cache must have {name}={value!r}, as this layer, got a cache with {name}={got!r}.")
+                raise ValueError(
+                    f"cache must have {name}={value!r}, as this layer and x, got a cache with {name}={got!r}."
+                )
+        if x.shape[1] > cache.num_free:
+            raise ValueError(
+                f"x must have at most {cache.num_free} positions, the free ones in the cache, got {x.shape[1]}."
+            )
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *self.parameters())):
             raise ValueError("cache must be None while gradients are recorded. Call the module under torch.no_grad().")
 

@@ -305,6 +305,7 @@ class KVCache:
         k: (b, max_len, h_kv, d'), the `stored_keys`.
         v: (b, max_len, h_kv, d_v).
         length: number of filled positions.
+        head_dim: channels of a key, d, without the columns of `stored_keys`.
 
     Raises:
         TypeError: If an option has a wrong type.
@@ -351,8 +352,33 @@ class KVCache:
         width = stored_head_dim(head_dim, logits=logits, forget_gate=forget_gate, key_bias=key_bias)
         self.k, self.v = torch.empty(*rows, width, **kind), torch.empty(*rows, head_dim_v, **kind)
         self.logits, self.forget_gate, self.key_bias = logits, forget_gate, key_bias
-        self._head_dim, self._scale = head_dim, scale
+        self.head_dim, self._scale = head_dim, scale
         self.length = 0
+
+    @property
+    def batch_size(self) -> int:
+        """Number of sequences, b."""
+        return self.k.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads, h_kv."""
+        return self.k.shape[2]
+
+    @property
+    def head_dim_v(self) -> int:
+        """Channels of a value, d_v."""
+        return self.v.shape[3]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the cache."""
+        return self.k.device
+
+    @property
+    def num_free(self) -> int:
+        """Number of positions that can still be appended."""
+        return self.k.shape[1] - self.length
 
     def append(self, k: Tensor, v: Tensor, forget_gate: Tensor | None = None, key_bias: Tensor | None = None) -> None:
         """Append positions after the filled ones.
@@ -374,12 +400,11 @@ class KVCache:
             if (values is not None) != stored:
                 wanted, got = ("a tensor", "None") if stored else ("None", "a tensor")
                 raise ValueError(f"{name} must be {wanted} for a cache with {name}={stored}, got {got}.")
-        batch_size, _, num_kv_heads, _ = self.k.shape
-        for name, new, held, width in (("k", k, self.k, self._head_dim), ("v", v, self.v, self.v.shape[-1])):
+        for name, new, held, width in (("k", k, self.k, self.head_dim), ("v", v, self.v, self.head_dim_v)):
             check_tensor(name, new)
-            if new.dim() != 4 or (new.shape[0], *new.shape[2:]) != (batch_size, num_kv_heads, width):
+            if new.dim() != 4 or (new.shape[0], *new.shape[2:]) != (self.batch_size, self.num_kv_heads, width):
                 raise ValueError(
-                    f"{name} must have shape ({batch_size}, s, {num_kv_heads}, {width}) for this cache, "
+                    f"{name} must have shape ({self.batch_size}, s, {self.num_kv_heads}, {width}) for this cache, "
                     f"got {tuple(new.shape)}."
                 )
             if new.dtype != held.dtype:
@@ -388,11 +413,11 @@ class KVCache:
                 raise ValueError(f"{name} must be on the cache's device, {held.device}, got {new.device}.")
         if k.shape[1] != v.shape[1]:
             raise ValueError(f"v must have as many positions as k, {k.shape[1]}, got {v.shape[1]}.")
-        end = self.length + k.shape[1]
-        if end > self.k.shape[1]:
-            free = self.k.shape[1] - self.length
-            raise ValueError(f"k must have at most {free} positions, the free ones in the cache, got {k.shape[1]}.")
+        if k.shape[1] > self.num_free:
+            raise ValueError(
+                f"k must have at most {self.num_free} positions, the free ones in the cache, got {k.shape[1]}."
+            )
         variant = {"logits": self.logits, "forget_gate": forget_gate, "key_bias": key_bias, "scale": self._scale}
-        k = stored_keys(k, **variant)
+        k, end = stored_keys(k, **variant), self.length + k.shape[1]
         self.k[:, self.length : end], self.v[:, self.length : end] = k.detach(), v.detach()
         self.length = end

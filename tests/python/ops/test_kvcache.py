@@ -239,6 +239,28 @@ class TestModule:
         with torch.no_grad(), pytest.raises(ValueError, match=mentions(f"cache {name} this layer {name}={value!r}")):
             module(torch.randn(3, 5, 64), cache=cache)
 
+    @pytest.mark.parametrize(
+        ("sizes", "words"),
+        [
+            ((2, 8, 2, 16), "cache batch_size=3 x batch_size=2"),
+            ((3, 8, 4, 16), "cache num_kv_heads=2 this layer num_kv_heads=4"),
+            ((3, 8, 2, 24), "cache head_dim=16 this layer head_dim=24"),
+            ((3, 8, 2, 16, 24), "cache head_dim_v=16 this layer head_dim_v=24"),
+            ((3, 4, 2, 16), "x 4 cache 5"),
+        ],
+    )
+    def test_the_cache_must_have_the_sizes_of_the_layer_and_of_x(self, sizes, words):
+        """The error names what the caller passed, x and cache, and nothing is computed before it."""
+        module, cache = sb.StickBreakingSelfAttention(64, 4, 2).requires_grad_(False), sb.KVCache(*sizes)
+        module.qkv_proj.register_forward_hook(lambda *_: pytest.fail("the projection ran"))
+        with pytest.raises(ValueError, match=mentions(words)):
+            module(torch.randn(3, 5, 64), cache=cache)
+
+    def test_the_cache_must_be_on_the_device_of_x(self):
+        module, cache = sb.StickBreakingSelfAttention(64, 4, 2), sb.KVCache(3, 8, 2, 16, device="meta")
+        with torch.no_grad(), pytest.raises(ValueError, match=mentions("cache device cpu meta")):
+            module(torch.randn(3, 5, 64), cache=cache)
+
     def test_a_call_that_raises_appends_nothing(self, monkeypatch):
         """A call can fail because of a gradient or later. The next call gives the result that it gives without them."""
         module, x, cache = sb.StickBreakingSelfAttention(64, 4, 2), torch.randn(3, 5, 64), sb.KVCache(3, 8, 2, 16)
