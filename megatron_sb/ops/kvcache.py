@@ -384,8 +384,8 @@ class KVCache:
         """Append positions after the filled ones.
 
         Args:
-            k: (b, s, h_kv, d), in the cache's dtype and on its device.
-            v: (b, s, h_kv, d_v), in the cache's dtype and on its device.
+            k: (b, s, h_kv, d), in the cache's dtype and on its device. It may be a view of the cache.
+            v: (b, s, h_kv, d_v), in the cache's dtype and on its device. It may be a view of the cache.
             forget_gate: f, (b, s, h_kv), in the cache's dtype or in fp32, if and only if keys have forget gates.
             key_bias: (b, s, h_kv), in the cache's dtype or in fp32, if and only if keys have biases.
 
@@ -419,5 +419,13 @@ class KVCache:
             )
         variant = {"logits": self.logits, "forget_gate": forget_gate, "key_bias": key_bias, "scale": self._scale}
         k, end = stored_keys(k, **variant), self.length + k.shape[1]
-        self.k[:, self.length : end], self.v[:, self.length : end] = k.detach(), v.detach()
+        k, v = self._apart(k.detach()), self._apart(v.detach())
+        self.k[:, self.length : end], self.v[:, self.length : end] = k, v
         self.length = end
+
+    def _apart(self, x: Tensor) -> Tensor:
+        """Return x, copied if it lies in the memory of the cache: rows are written while others are read."""
+        if torch.compiler.is_compiling():  # which does not trace storages, and drops a copy that nothing needs
+            return x.clone()
+        storages = (held.untyped_storage()._cdata for held in (self.k, self.v))
+        return x.clone() if x.untyped_storage()._cdata in storages else x

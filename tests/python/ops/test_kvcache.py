@@ -291,6 +291,19 @@ class TestModule:
         with pytest.raises(ValueError, match=mentions("max_len 0")):
             sb.KVCache(2, 0, 3, 16)
 
+    @pytest.mark.parametrize("length", [0, 1, 5])
+    @pytest.mark.parametrize("crossed", [False, True])
+    def test_append_from_the_cache_itself(self, length, crossed):
+        """As to drop the oldest positions. Every row that is read has its value from before the call."""
+        cache, k, v = sb.KVCache(2, 16, 3, 16), torch.randn(2, 12, 3, 16), torch.randn(2, 12, 3, 16)
+        cache.append(k, v)
+        cache.length = length
+        views = [cache.k[:, 2:11], cache.v[:, 2:11]]
+        cache.append(*(views[::-1] if crossed else views))
+        k, v = (v, k) if crossed else (k, v)
+        assert torch.equal(cache.k[:, length : length + 9], k[:, 2:11])
+        assert torch.equal(cache.v[:, length : length + 9], v[:, 2:11])
+
     @pytest.mark.parametrize(
         ("options", "error", "words"),
         [
