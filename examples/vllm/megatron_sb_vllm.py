@@ -210,7 +210,8 @@ class StickBreakingImpl(AttentionImpl[StickBreakingMetadata]):
             return output.fill_(0)
         step, cache = attn_metadata, kv_cache.transpose(1, 2)  # (blocks, block size, KV heads, 2 * head_size)
         num_tokens, num_decodes = step.num_tokens, step.num_decodes
-        cache[step.blocks, step.rows] = torch.cat((key[:num_tokens], value[:num_tokens]), dim=-1).to(cache.dtype)
+        query, key, value = (x.to(cache.dtype) for x in (query, key, value))  # it can differ from that of the model
+        cache[step.blocks, step.rows] = torch.cat((key[:num_tokens], value[:num_tokens]), dim=-1)
         if num_decodes:
             output[:num_decodes] = sb.stickbreaking_attention_with_kvcache(
                 query[:num_decodes, None],

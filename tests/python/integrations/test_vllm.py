@@ -26,7 +26,7 @@ def plugin(monkeypatch):
     return module
 
 
-def make_cache(plugin, num_blocks: int, layers: bool = False) -> torch.Tensor:
+def make_cache(plugin, num_blocks: int, layers: bool = False, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """A cache in the layout of the backend. With `layers`, blocks of several layers lie between its blocks."""
     shape = plugin.StickBreakingBackend.get_kv_cache_shape(num_blocks, BLOCK, KV_HEADS, DIM)
     if layers:
@@ -34,7 +34,7 @@ def make_cache(plugin, num_blocks: int, layers: bool = False) -> torch.Tensor:
         shape = (3, *shape)
     else:
         order = plugin.StickBreakingBackend.get_kv_cache_stride_order()
-    memory = torch.full([shape[i] for i in order], float("nan"))
+    memory = torch.full([shape[i] for i in order], float("nan"), dtype=dtype)
     cache = memory.permute([order.index(i) for i in range(len(order))])
     return cache[1] if layers else cache
 
@@ -104,6 +104,27 @@ def test_a_step_computes_stickbreaking_attention(plugin, queries, keys, known, l
         exact = reference.stickbreaking_attention(query[None, begin:end], k[None], v[None])[0]
         torch.testing.assert_close(output[begin:end].double(), exact, rtol=1e-4, atol=1e-5)
     assert torch.equal(output[tokens:], torch.full((2, HEADS, DIM), 7.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_cache_in_another_dtype(plugin, dtype):
+    """As with --kv-cache-dtype. A step has decodes, and prompts whose keys are not, or partly, in the cache."""
+    for queries, keys in (([1, 1], [40, 7]), ([20, 35], [20, 35]), ([1, 20], [1, 50])):
+        common, slots = common_metadata(queries, keys, known=True)
+        cache = make_cache(plugin, int(common.block_table_tensor.max()) + 1, dtype=dtype)
+        all_keys, all_values = ([torch.randn(n, KV_HEADS, DIM).to(dtype).float() for n in keys] for _ in range(2))
+        for slot, k, v in zip(slots, all_keys, all_values, strict=True):
+            cache.transpose(1, 2)[slot // BLOCK, slot % BLOCK] = torch.cat((k, v), dim=-1).to(dtype)
+        key, value = (
+            torch.cat([x[len(x) - q :] for x, q in zip(of, queries, strict=True)]) for of in (all_keys, all_values)
+        )
+        query = torch.randn(common.num_actual_tokens, HEADS, DIM).to(dtype).float()
+        output = torch.empty_like(query)
+        impl = plugin.StickBreakingImpl(HEADS, DIM, DIM**-0.5, KV_HEADS)
+        impl.forward(None, query, key, value, cache, builder_of(plugin).build(0, common), output)
+        for (begin, end), k, v in zip(pairwise(common.query_start_loc.tolist()), all_keys, all_values, strict=True):
+            exact = reference.stickbreaking_attention(query[None, begin:end], k[None], v[None])[0]
+            torch.testing.assert_close(output[begin:end].double(), exact, rtol=3e-2, atol=3e-2)
 
 
 def test_options_of_the_model(plugin):
