@@ -36,7 +36,8 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 class SoftmaxAttention(nn.Module):
     """Compute causal softmax attention with a choice of position encoding, a sliding window and StableMask.
 
-    The attribute `scaling`, a `RotaryScaling`, may be assigned between calls; only "rope" reads it.
+    The attribute `scaling`, a `RotaryScaling`, may be assigned between calls; only "rope" reads it. Another type is a
+    TypeError.
 
     Args:
         num_heads: query heads, h.
@@ -98,6 +99,17 @@ class SoftmaxAttention(nn.Module):
         self.scaling = RotaryScaling()
         if position == "fire":
             self.fire = FireBias(num_heads, fire_hidden_size, fire_c, fire_threshold, device=device, dtype=dtype)
+
+    @property
+    def scaling(self) -> RotaryScaling:
+        """How "rope" scales its positions."""
+        return self._scaling
+
+    @scaling.setter
+    def scaling(self, scaling: RotaryScaling) -> None:
+        if not isinstance(scaling, RotaryScaling):
+            raise TypeError(f"scaling must be a RotaryScaling, got {type(scaling).__name__}.")
+        self._scaling = scaling
 
     def extra_repr(self) -> str:
         """Describe sizes and options."""

@@ -126,10 +126,14 @@ def alibi_slopes(num_heads: int) -> list[float]:
     Returns:
         h slopes.
 
+    Raises:
+        ValueError: if num_heads is not an int of at least 1.
+
     Example:
         >>> alibi_slopes(4)
         [0.25, 0.0625, 0.015625, 0.00390625]
     """
+    check_counts({"num_heads": num_heads})
     power = 2 ** int(math.log2(num_heads))
     slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
     return slopes + [2 ** (-4 * (head + 1) / power) for head in range(0, 2 * (num_heads - power), 2)]
@@ -157,6 +161,10 @@ class FireBias(nn.Module):
         device: device of the parameters c, threshold_factor, hidden.* and out.*.
         dtype: dtype of the parameters.
 
+    Raises:
+        TypeError: if c or threshold is not a number.
+        ValueError: if a size is not an int of at least 1, or c or threshold is not finite and above 0.
+
     Example:
         >>> bias = FireBias(num_heads=4)
         >>> bias(torch.arange(8.0), torch.arange(8.0)).shape
@@ -174,6 +182,9 @@ class FireBias(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_counts({"num_heads": num_heads, "hidden_size": hidden_size})
+        for name, value in (("c", c), ("threshold", threshold)):
+            check_number(name, value, "a finite number above 0", lambda x: 0 < x < math.inf)
         kind = {"device": device, "dtype": dtype}
         self.initial_c, self.threshold = c, threshold
         self.c = nn.Parameter(torch.empty((), **kind))

@@ -497,6 +497,14 @@ def test_invalid_scaling(arguments, message):
         RotaryScaling(*arguments)
 
 
+def test_scaling_of_another_type():
+    """It is an error where it is assigned, not in the next call."""
+    module = SoftmaxAttention(4, 8)
+    with pytest.raises(TypeError, match=r"scaling must be a RotaryScaling, got float"):
+        module.scaling = 2.0
+    assert module.scaling == RotaryScaling()
+
+
 Q, KV = torch.zeros(1, 6, 4, 8), torch.zeros(1, 6, 2, 8)
 INVALID_CALLS = {
     "q is a list": (([1.0], KV, KV), TypeError, "q .*list"),

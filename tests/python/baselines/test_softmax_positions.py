@@ -47,3 +47,19 @@ def test_fire_starts_as_in_the_paper():
     assert shapes == {"c": (), "threshold_factor": (), **layers}
     assert (module.c.item(), module.threshold_factor.item(), module.threshold) == (0.1, 1.0, 512.0)
     assert {p.dtype for p in module.parameters()} == {torch.float64}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: alibi_slopes(0), "num_heads must be an int of at least 1, got 0"),
+        (lambda: alibi_slopes(2.5), r"num_heads must be an int of at least 1, got 2\.5"),
+        (lambda: FireBias(0), "num_heads must be an int of at least 1, got 0"),
+        (lambda: FireBias(4, hidden_size=0), "hidden_size must be an int of at least 1, got 0"),
+        (lambda: FireBias(4, c=-0.1), r"c must be a finite number above 0, got -0\.1"),
+        (lambda: FireBias(4, threshold="512"), "threshold must be a finite number above 0, got str"),
+    ],
+)
+def test_invalid_arguments(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
