@@ -81,7 +81,11 @@ def gates_of(logits: Tensor) -> Tensor:
         >>> gates_of(torch.zeros(2, dtype=torch.bfloat16))
         tensor([0.5000, 0.5000])
     """
-    return (logits if logits.dtype == torch.float64 else logits.float()).sigmoid()
+    return _wide(logits).sigmoid()
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def forget_gate_loss(f: Tensor) -> Tensor:
@@ -93,7 +97,7 @@ def forget_gate_loss(f: Tensor) -> Tensor:
         f: gates in [0, 1], of any shape.
 
     Returns:
-        A scalar. It is finite also for f = 0. Without gates it is 0.
+        A scalar in fp32 (fp64 for fp64). It is finite also for f = 0. Without gates it is 0.
 
     Example:
         >>> import torch
@@ -101,7 +105,7 @@ def forget_gate_loss(f: Tensor) -> Tensor:
         >>> forget_gate_loss(torch.tensor([1.0, 0.5]))
         tensor(0.3466)
     """
-    closed = -f.clamp_min(_MIN_GATE).log()
+    closed = -_wide(f).clamp_min(_MIN_GATE).log()  # the smallest gate would be 0 in fp16
     return closed.mean() if f.numel() else closed.sum()  # of a rank without rows
 
 

@@ -1,5 +1,7 @@
 """Forget gates of modules, and the auxiliary loss that keeps them open."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -26,6 +28,19 @@ def test_the_loss_is_zero_for_open_gates_and_finite_for_closed_ones():
     assert forget_gate_loss(torch.ones(4)) == 0
     assert forget_gate_loss(torch.zeros(4)).isfinite()
     assert forget_gate_loss(torch.ones(2, 0)) == 0  # of a rank without rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_loss_of_half_precision_gates_is_computed_in_fp32(dtype):
+    """The smallest gate of the logarithm is 0 in fp16, and a mean in bf16 has three digits."""
+    f = torch.full((1000,), 0.75, dtype=dtype)
+    f[0] = 0.0
+    loss = forget_gate_loss(f)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx((64 * math.log(2) - 999 * math.log(0.75)) / 1000, rel=1e-5)
+    f.requires_grad_()
+    keep_gates_open(f, 0.1).sum().backward()
+    assert f.grad.dtype == dtype and f.grad.isfinite().all()
 
 
 def test_add_to_backward_adds_the_gradient_of_a_loss():
