@@ -350,7 +350,8 @@ class KVCache:
             raise TypeError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype}.")
         rows, kind = (batch_size, max_len, num_kv_heads), {"device": device, "dtype": dtype}
         width = stored_head_dim(head_dim, logits=logits, forget_gate=forget_gate, key_bias=key_bias)
-        self.k, self.v = torch.empty(*rows, width, **kind), torch.empty(*rows, head_dim_v, **kind)
+        with torch.inference_mode(False):  # calls outside of inference mode must not write to tensors from inside
+            self.k, self.v = torch.empty(*rows, width, **kind), torch.empty(*rows, head_dim_v, **kind)
         self.logits, self.forget_gate, self.key_bias = logits, forget_gate, key_bias
         self.head_dim, self._scale = head_dim, scale
         self.length = 0

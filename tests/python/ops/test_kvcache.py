@@ -291,6 +291,19 @@ class TestModule:
         with pytest.raises(ValueError, match=mentions("max_len 0")):
             sb.KVCache(2, 0, 3, 16)
 
+    def test_a_cache_serves_calls_in_and_outside_of_inference_mode(self):
+        """It can be made and filled in inference mode, and continued under no_grad, and in inference mode again."""
+        module, x = sb.StickBreakingSelfAttention(64, 4, 2), torch.randn(3, 9, 64)
+        with torch.inference_mode():
+            cache = sb.KVCache(3, 16, 2, 16)
+            steps = [module(x[:, :5], cache=cache)]
+        with torch.no_grad():
+            steps.append(module(x[:, 5:8], cache=cache))
+            expected = module(x)
+        with torch.inference_mode():
+            steps.append(module(x[:, 8:], cache=cache))
+        torch.testing.assert_close(torch.cat(steps, dim=1), expected, rtol=1e-4, atol=1e-5)
+
     @pytest.mark.parametrize("length", [0, 1, 5])
     @pytest.mark.parametrize("crossed", [False, True])
     def test_append_from_the_cache_itself(self, length, crossed):
