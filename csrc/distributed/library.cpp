@@ -45,10 +45,11 @@ using megatron_sb::ContextParallelPlan;
 c10::intrusive_ptr<ContextParallelPlan> make_plan(const std::string& group_name, std::optional<int64_t> seq_len,
                                                   const std::optional<std::vector<int64_t>>& cu_seqlens,
                                                   const std::string& layout, const std::string& packing,
-                                                  const std::string& argument_error, std::optional<int64_t> local_len) {
+                                                  const std::string& argument_error, std::optional<int64_t> local_len,
+                                                  bool equal_chunks) {
     return megatron_sb::ops::with_value_errors([&] {
         return c10::make_intrusive<ContextParallelPlan>(group_name, seq_len, cu_seqlens, layout, packing,
-                                                        argument_error, local_len);
+                                                        argument_error, local_len, equal_chunks);
     });
 }
 

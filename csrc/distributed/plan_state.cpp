@@ -20,6 +20,7 @@ struct PlanArguments {
     std::optional<int64_t> seq_len, local_len;
     CuSeqlens cu_seqlens;
     std::string layout, packing;
+    bool equal_chunks;
 
     std::string seq_len_text() const {
         if (seq_len) return concat(*seq_len);
@@ -54,6 +55,7 @@ std::vector<int64_t> agree_on_plan(Transport& transport, const PlanArguments& pl
         {"packing", plan.cu_seqlens ? plan.packing : "no packing"},
         {"the length of cu_seqlens", concat(bounds.size())},
         {"cu_seqlens", concat(distributed::checksum(bounds))},
+        {"equal_chunks", plan.equal_chunks ? "True" : "False"},
     };
     try {
         return agree(transport, "the plan", fields, error, plan.local_len.value_or(0));
@@ -69,6 +71,24 @@ int64_t stream_rows(const PlanArguments& plan, const std::vector<int64_t>& local
     if (plan.local_len) return std::accumulate(local_lens.begin(), local_lens.end(), int64_t{0});
     if (!plan.cu_seqlens) throw InvalidArgument("seq_len must be given if cu_seqlens is not, got neither");
     return plan.cu_seqlens->empty() ? 0 : plan.cu_seqlens->back();
+}
+
+// Throws InvalidArgument if a document that is cut by itself, or the stream, does not divide into equal chunks.
+void check_equal_chunks(const PlanArguments& plan, const plan::Partition& partition) {
+    const int chunks = partition.num_chunks();
+    const auto pieces =
+        concat(chunks, " equal chunks (layout '", plan.layout, "', ", partition.size(), " ranks), got ");
+    const bool by_document = plan.packing == name_of(plan::Packing::kPerDocument) && partition.has_ring();
+    for (size_t i = 1; by_document && plan.cu_seqlens && i < plan.cu_seqlens->size(); ++i) {
+        const int64_t begin = plan.cu_seqlens->at(i - 1), end = plan.cu_seqlens->at(i);
+        if ((end - begin) % chunks == 0) continue;
+        throw InvalidArgument(concat("The length of document ", i - 1, " (cu_seqlens ", begin, " to ", end,
+                                     ") must be a multiple of ", chunks,
+                                     ", because the data loader cuts each document into ", pieces, end - begin));
+    }
+    if (partition.num_rows() % chunks == 0) return;
+    throw InvalidArgument(concat("seq_len must be a multiple of ", chunks, ", because the data loader cuts it into ",
+                                 pieces, partition.num_rows()));
 }
 
 }  // namespace
@@ -104,15 +124,17 @@ std::shared_ptr<const distributed::RankPlan> ContextParallelPlan::State::rank_pl
 
 ContextParallelPlan::ContextParallelPlan(const std::string& group_name, std::optional<int64_t> seq_len,
                                          CuSeqlens cu_seqlens, const std::string& layout, const std::string& packing,
-                                         const std::string& argument_error, std::optional<int64_t> local_len) {
+                                         const std::string& argument_error, std::optional<int64_t> local_len,
+                                         bool equal_chunks) {
     const std::unique_ptr<Transport> transport = distributed::c10d_transport(group_name);
     auto agreement = distributed::CallAgreement::of_group(group_name);
-    const PlanArguments arguments{seq_len, local_len, std::move(cu_seqlens), layout, packing};
+    const PlanArguments arguments{seq_len, local_len, std::move(cu_seqlens), layout, packing, equal_chunks};
     const std::vector<int64_t> local_lens = agree_on_plan(*transport, arguments, argument_error);
     // The ranks agree on everything from here on, so an error is raised on every rank.
     const plan::Packing cut = plan::parse_packing(packing);
     plan::Partition partition(plan::parse_layout(layout), cut, transport->size(), stream_rows(arguments, local_lens),
                               arguments.cu_seqlens);
+    if (equal_chunks) check_equal_chunks(arguments, partition);
     state_ = std::make_unique<State>(group_name, std::move(agreement), transport->rank(), std::move(partition), cut,
                                      arguments.cu_seqlens.has_value());
 }

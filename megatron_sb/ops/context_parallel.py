@@ -18,14 +18,13 @@ document. They are split like one more document.
 import functools
 import sys
 from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from megatron_sb.ops.groups import Group, group_size, hierarchical_pair, process_group
+from megatron_sb.ops.groups import Group, hierarchical_pair, process_group
 from megatron_sb.ops.received_bytes import ReceivedBytes, Sizes, received_bytes
-from megatron_sb.options import DEFAULT_MASS_THRESHOLD, LAYOUTS, LOGITS, PACKINGS, check_option_types
+from megatron_sb.options import DEFAULT_MASS_THRESHOLD, LOGITS, check_option_types
 from megatron_sb.validation import check_choice, check_flag, check_integer, check_optional_tensors, check_tensor
 
 _WHY_NOT_COMPILED = (
@@ -65,25 +64,6 @@ def _offsets(cu_seqlens: object) -> tuple[list[int] | None, str]:
     if cu_seqlens.dim() != 1:
         return None, f"cu_seqlens must have shape (documents + 1,), got {cu_seqlens.dim()} dimensions."
     return cu_seqlens.tolist(), ""
-
-
-def _unequal_chunks(seq_len: int | None, offsets: list[int] | None, layout: str, packing: str, size: int) -> str:
-    """Return an error message if the stream or a document does not divide into the chunks of a layout, or ""."""
-    chunks = 2 * size if layout == "zigzag" else size
-    cut = pairwise(offsets or ()) if packing == "per_document" and layout != "balanced" else ()
-    for i, (begin, end) in enumerate(cut):
-        if (end - begin) % chunks:
-            return (
-                f"The length of document {i} (cu_seqlens {begin} to {end}) must be a multiple of {chunks}, because the "
-                f"data loader cuts each document into {chunks} equal chunks (layout {layout!r}, {size} ranks), got "
-                f"{end - begin}."
-            )
-    if seq_len is not None and seq_len % chunks:
-        return (
-            f"seq_len must be a multiple of {chunks}, because the data loader cuts it into {chunks} equal chunks "
-            f"(layout {layout!r}, {size} ranks), got {seq_len}."
-        )
-    return ""
 
 
 def _length_error(name: str, value: object, smallest: int) -> str:
@@ -182,14 +162,12 @@ class ContextParallelPlan:
     ) -> None:
         offsets, error = _offsets(cu_seqlens)
         error = error or _lengths_error(seq_len, local_len, offsets)
+        if not error and not isinstance(equal_chunks, bool):
+            error = f"equal_chunks must be True or False, got {equal_chunks!r}."
         if error:
             seq_len = local_len = None  # the operator takes only integers of 64 bits; it raises the error
         layout, packing = _text("layout", layout), _text("packing", packing)
         self.cp_group = process_group(cp_group)
-        if equal_chunks and not error and layout in LAYOUTS and packing in PACKINGS:
-            size = group_size(self.cp_group)
-            total = seq_len if local_len is None else local_len * size
-            error = _unequal_chunks(total, offsets, layout, packing, size)
         self.state = torch.classes.megatron_sb.ContextParallelPlan(
             self.cp_group.group_name,
             seq_len,
@@ -198,6 +176,7 @@ class ContextParallelPlan:
             packing,
             error,
             local_len,
+            equal_chunks is True,
         )
         self.cu_seqlens = None if offsets is None else torch.tensor(offsets, dtype=torch.int32, device="cpu")
         self.rank: int = self.state.rank()

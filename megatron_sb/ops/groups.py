@@ -54,11 +54,6 @@ def hierarchical_pair(groups: object, comm: object) -> tuple[dist.ProcessGroup, 
     return a2a, p2p
 
 
-def group_size(group: object) -> int:
-    """Return the number of ranks of a group that contains this rank. Raise if it is not such a group."""
-    return dist.get_world_size(process_group(group))
-
-
 def exchange_problem(
     num_heads: int,
     num_kv_heads: int,

@@ -45,12 +45,14 @@ class ContextParallelPlan : public torch::CustomClassHolder {
     //   that finds an invalid argument on its rank passes the message here, so that the other ranks do not wait for
     //   this rank.
     // - local_len: rows of this rank. If it is given and seq_len is not, seq_len is the sum over the ranks.
+    // - equal_chunks: if true, a length that does not divide into equal chunks is invalid: that of the stream, and with
+    //   "per_document" that of each document.
     //
     // Throws std::invalid_argument on every rank if an argument is invalid on any rank or if the ranks disagree.
     ContextParallelPlan(const std::string& group_name, std::optional<int64_t> seq_len,
                         std::optional<std::vector<int64_t>> cu_seqlens, const std::string& layout = "zigzag",
                         const std::string& packing = "per_document", const std::string& argument_error = "",
-                        std::optional<int64_t> local_len = std::nullopt);
+                        std::optional<int64_t> local_len = std::nullopt, bool equal_chunks = false);
     ~ContextParallelPlan() override;
 
     const std::string& group_name() const;

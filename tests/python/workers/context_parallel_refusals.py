@@ -52,6 +52,23 @@ def refuses_unequal_chunks(group) -> None:
         ),
         mentions(f"document 1 cu_seqlens {multiple + 3} multiple {multiple}"),
     )
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    for arguments in (  # the length of the stream is that of cu_seqlens, or the sum over the ranks
+        {"cu_seqlens": offsets(0, 5, multiple + 1), "packing": "whole_stream"},
+        {"cu_seqlens": offsets(0, 5, multiple + 1), "layout": "balanced"},
+        {"local_len": 2 + (rank == 0), "layout": "contiguous"},
+    ):
+        chunks = ranks if "layout" in arguments else multiple
+        assert sb.ContextParallelPlan(group, **arguments).seq_len == multiple + 1
+        expect_on_every_rank(
+            lambda arguments=arguments: sb.ContextParallelPlan(group, equal_chunks=True, **arguments),
+            mentions(f"seq_len {multiple + 1} multiple {chunks}"),
+        )
+    expect_on_every_rank(
+        lambda: sb.ContextParallelPlan(group, multiple, equal_chunks=rank == 1),
+        mentions("disagree equal_chunks rank 0 False 1 True"),
+    )
+    expect_on_every_rank(lambda: sb.ContextParallelPlan(group, 7, equal_chunks="no"), "^raised: equal_chunks .*'no'")
     for field, name in (("layout", "zig"), ("packing", "tight")):  # which have no number of chunks
         expect_on_every_rank(
             lambda field=field, name=name: sb.ContextParallelPlan(group, 7, equal_chunks=True, **{field: name}),
