@@ -73,6 +73,17 @@ int64_t stream_rows(const PlanArguments& plan, const std::vector<int64_t>& local
     return plan.cu_seqlens->empty() ? 0 : plan.cu_seqlens->back();
 }
 
+// Returns the error of an unknown layout or packing, or "".
+std::string name_error(const PlanArguments& plan) {
+    try {
+        plan::parse_layout(plan.layout);
+        plan::parse_packing(plan.packing);
+    } catch (const InvalidArgument& error) {
+        return error.what();
+    }
+    return "";
+}
+
 // Throws InvalidArgument if a document that is cut by itself, or the stream, does not divide into equal chunks.
 void check_equal_chunks(const PlanArguments& plan, const plan::Partition& partition) {
     const int chunks = partition.num_chunks();
@@ -129,7 +140,8 @@ ContextParallelPlan::ContextParallelPlan(const std::string& group_name, std::opt
     const std::unique_ptr<Transport> transport = distributed::c10d_transport(group_name);
     auto agreement = distributed::CallAgreement::of_group(group_name);
     const PlanArguments arguments{seq_len, local_len, std::move(cu_seqlens), layout, packing, equal_chunks};
-    const std::vector<int64_t> local_lens = agree_on_plan(*transport, arguments, argument_error);
+    const std::string error = argument_error.empty() ? name_error(arguments) : argument_error;
+    const std::vector<int64_t> local_lens = agree_on_plan(*transport, arguments, error);
     // The ranks agree on everything from here on, so an error is raised on every rank.
     const plan::Packing cut = plan::parse_packing(packing);
     plan::Partition partition(plan::parse_layout(layout), cut, transport->size(), stream_rows(arguments, local_lens),

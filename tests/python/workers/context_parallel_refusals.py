@@ -142,6 +142,9 @@ def refuses_ranks_that_disagree(group) -> None:
     expect_on_every_rank(
         plan_of(local_len=8, seq_len=None) if odd else plan_of(seq_len=ROWS), disagreement("seq_len", ROWS, "sum")
     )
+    for field in ("layout", "packing"):  # the ranks do not compare a packing without documents
+        names = {field: "tight"} if odd else {}
+        expect_on_every_rank(plan_of(seq_len=ROWS, **names), mentions(f'{field} must be "tight"'))
 
     def call(*tensors, **options):
         return lambda: sb.context_parallel_attention(*tensors, plan=plan, **options)
