@@ -84,6 +84,17 @@ std::string name_error(const PlanArguments& plan) {
     return "";
 }
 
+// Throws InvalidArgument if a rank has another number of rows than the layout gives it.
+void check_local_lens(const std::vector<int64_t>& local_lens, const plan::Partition& partition) {
+    for (int rank = 0; rank < partition.size(); ++rank) {
+        const int64_t expected = partition.num_local_rows(rank);
+        if (local_lens[rank] == expected) continue;
+        throw InvalidArgument(concat("local_len, or the rows of q in a call without a plan, must be ", expected,
+                                     " on rank ", rank, ", as the ranks have ", partition.num_rows(),
+                                     " rows together, got ", local_lens[rank]));
+    }
+}
+
 // Throws InvalidArgument if a document that is cut by itself, or the stream, does not divide into equal chunks.
 void check_equal_chunks(const PlanArguments& plan, const plan::Partition& partition) {
     const int chunks = partition.num_chunks();
@@ -146,6 +157,7 @@ ContextParallelPlan::ContextParallelPlan(const std::string& group_name, std::opt
     const plan::Packing cut = plan::parse_packing(packing);
     plan::Partition partition(plan::parse_layout(layout), cut, transport->size(), stream_rows(arguments, local_lens),
                               arguments.cu_seqlens);
+    if (!seq_len && local_len) check_local_lens(local_lens, partition);
     if (equal_chunks) check_equal_chunks(arguments, partition);
     state_ = std::make_unique<State>(group_name, std::move(agreement), transport->rank(), std::move(partition), cut,
                                      arguments.cu_seqlens.has_value());

@@ -142,6 +142,14 @@ def refuses_ranks_that_disagree(group) -> None:
     expect_on_every_rank(
         plan_of(local_len=8, seq_len=None) if odd else plan_of(seq_len=ROWS), disagreement("seq_len", ROWS, "sum")
     )
+    # The last rank lacks a row, so the second-last one has a row too many.
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    wrong = 8 + (rank == ranks - 2) - (rank == ranks - 1)
+    expected = mentions(f"local_len 8 rank {ranks - 2} {8 * ranks} 9")
+    for layout in ("zigzag", "contiguous", "balanced"):
+        expect_on_every_rank(plan_of(local_len=wrong, layout=layout), expected)
+    rows = torch.zeros(1, wrong, 4, 8)
+    expect_on_every_rank(lambda: sb.context_parallel_attention(rows, rows, rows, group), expected)
     for field in ("layout", "packing"):  # the ranks do not compare a packing without documents
         names = {field: "tight"} if odd else {}
         expect_on_every_rank(plan_of(seq_len=ROWS, **names), mentions(f'{field} must be "tight"'))
