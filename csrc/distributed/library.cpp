@@ -30,10 +30,9 @@ at::Tensor shard_sequence(const at::Tensor& x, const std::string& group_name, in
     return distributed::shard(x, group_name, dim, layout, cu_seqlens, packing);
 }
 
-at::Tensor unshard_sequence(const at::Tensor& x_local, const std::string& group_name, int64_t dim,
-                            const std::string& layout, const std::optional<std::vector<int64_t>>& cu_seqlens,
-                            const std::string& packing) {
-    return distributed::unshard(x_local, group_name, dim, layout, cu_seqlens, packing);
+at::Tensor unshard_sequence(const at::Tensor& x, const std::string& group_name, int64_t dim, const std::string& layout,
+                            const std::optional<std::vector<int64_t>>& cu_seqlens, const std::string& packing) {
+    return distributed::unshard(x, group_name, dim, layout, cu_seqlens, packing);
 }
 
 }  // namespace megatron_sb
@@ -87,7 +86,7 @@ TORCH_LIBRARY_FRAGMENT(megatron_sb, m) {
     m.def("shard_positions(int ranks, int seq_len, str layout, int[]? cu_seqlens, str packing) -> Tensor");
     m.def("shard_sequence(Tensor x, str group_name, int dim, str layout, int[]? cu_seqlens, str packing) -> Tensor");
     m.def(
-        "unshard_sequence(Tensor x_local, str group_name, int dim, str layout, int[]? cu_seqlens, str packing) -> "
+        "unshard_sequence(Tensor x, str group_name, int dim, str layout, int[]? cu_seqlens, str packing) -> "
         "Tensor");
 }
 

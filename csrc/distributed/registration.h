@@ -21,7 +21,7 @@ at::Tensor shard_positions(int64_t ranks, int64_t seq_len, const std::string& la
                            const std::optional<std::vector<int64_t>>& cu_seqlens, const std::string& packing);
 at::Tensor shard(const at::Tensor& x, const std::string& group_name, int64_t dim, const std::string& layout,
                  const std::optional<std::vector<int64_t>>& cu_seqlens, const std::string& packing);
-at::Tensor unshard(const at::Tensor& x_local, const std::string& group_name, int64_t dim, const std::string& layout,
+at::Tensor unshard(const at::Tensor& x, const std::string& group_name, int64_t dim, const std::string& layout,
                    const std::optional<std::vector<int64_t>>& cu_seqlens, const std::string& packing);
 
 }  // namespace megatron_sb::distributed

@@ -9,6 +9,7 @@
 #include "distributed/c10d_transport.h"
 #include "distributed/rank_plan.h"
 #include "distributed/registration.h"
+#include "ops/check.h"
 #include "ops/once.h"
 #include "ops/tensors.h"
 #include "plan/partition.h"
@@ -21,6 +22,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 int64_t checked_dim(const at::Tensor& x, int64_t dim) {
+    TORCH_CHECK_VALUE(x.dim() > 0, "x must have a dimension that counts the rows, got a tensor without dimensions");
     TORCH_CHECK_VALUE(dim >= -x.dim() && dim < x.dim(), "dim must be from ", -x.dim(), " to ", x.dim() - 1,
                       " for a tensor of ", x.dim(), " dimensions, got ", dim);
     return dim < 0 ? dim + x.dim() : dim;
@@ -61,11 +63,11 @@ at::Tensor bytes_of(const at::Tensor& x) {
     return x.view(-1).view(at::kByte);
 }
 
-// Returns the rows of x_local (.., local rows, ..) of all ranks in the order of the stream, (.., seq_len, ..). Rows
+// Returns the rows of x (.., local rows, ..) of all ranks in the order of the stream, (.., seq_len, ..). Rows
 // travel as bytes, because backends support few dtypes.
-at::Tensor gather_rows(const at::Tensor& x_local, const Split& split) {
+at::Tensor gather_rows(const at::Tensor& x, const Split& split) {
     const auto transport = c10d_transport(split.group_name);
-    const at::Tensor input = split.order.padded(x_local.resolve_conj().resolve_neg().movedim(split.dim, 0));
+    const at::Tensor input = split.order.padded(x.resolve_conj().resolve_neg().movedim(split.dim, 0));
     std::vector<int64_t> sizes = input.sizes().vec();
     sizes.insert(sizes.begin(), transport->size());
     const at::Tensor output = at::empty(sizes, input.options());
@@ -103,9 +105,9 @@ class Shard : public torch::autograd::Function<Shard> {
 
 class Unshard : public torch::autograd::Function<Unshard> {
   public:
-    static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x_local, const Split& split) {
+    static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const Split& split) {
         split.save(ctx);
-        return gather_rows(x_local, split);
+        return gather_rows(x, split);
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -135,41 +137,45 @@ at::Tensor shard_positions(int64_t ranks, int64_t seq_len, const std::string& la
 
 at::Tensor shard(const at::Tensor& x, const std::string& group_name, int64_t dim, const std::string& layout,
                  const CuSeqlens& cu_seqlens, const std::string& packing) {
+    ops::check_elements("x", x);
     dim = checked_dim(x, dim);
+    TORCH_CHECK_VALUE(x.size(dim) > 0, "x must have at least one row in dimension ", dim, ", got none");
     const auto transport = c10d_transport(group_name);
     const plan::Partition partition = partition_of(transport->size(), x.size(dim), layout, cu_seqlens, packing);
     return Shard::apply(x, Split(group_name, dim, transport->rank(), partition, x.device()), transport->rank());
 }
 
-at::Tensor unshard(const at::Tensor& x_local, const std::string& group_name, int64_t dim, const std::string& layout,
+at::Tensor unshard(const at::Tensor& x, const std::string& group_name, int64_t dim, const std::string& layout,
                    const CuSeqlens& cu_seqlens, const std::string& packing) {
+    ops::check_elements("x", x);
     const auto transport = c10d_transport(group_name);
-    std::vector<int64_t> others = x_local.sizes().vec();
+    std::vector<int64_t> others = x.sizes().vec();
     int64_t num_local_rows = 0;
     std::string error;
     try {
-        dim = checked_dim(x_local, dim);
-        num_local_rows = x_local.size(dim);
+        dim = checked_dim(x, dim);
+        num_local_rows = x.size(dim);
         others.erase(others.begin() + dim);
     } catch (const c10::Error& invalid) {
         error = invalid.what_without_backtrace();
     }
-    const std::vector<Field> fields = {{"x_local's shape without its rows", concat(at::IntArrayRef(others))},
-                                       {"x_local's dtype", concat(x_local.scalar_type())},
+    const std::vector<Field> fields = {{"x's shape without its rows", concat(at::IntArrayRef(others))},
+                                       {"x's dtype", concat(x.scalar_type())},
                                        {"dim", concat(dim)},
                                        {"layout", layout},
                                        {"packing", packing},
                                        {"cu_seqlens", summary(cu_seqlens)}};
     const std::vector<int64_t> rows = agree(*transport, "unshard_sequence", fields, error, num_local_rows);
     const int64_t seq_len = std::accumulate(rows.begin(), rows.end(), int64_t{0});
+    if (seq_len == 0) throw InvalidArgument(concat("x must have a row in dimension ", dim, " on some rank, got none"));
     const plan::Partition partition = partition_of(transport->size(), seq_len, layout, cu_seqlens, packing);
     for (int rank = 0; rank < transport->size(); ++rank) {
         const int64_t expected = partition.num_local_rows(rank);
         if (rows[rank] == expected) continue;
-        throw InvalidArgument(concat("x_local must have ", expected, " rows in dimension ", dim, " on rank ", rank,
+        throw InvalidArgument(concat("x must have ", expected, " rows in dimension ", dim, " on rank ", rank,
                                      ", as the ranks have ", seq_len, " together, got ", rows[rank]));
     }
-    return Unshard::apply(x_local, Split(group_name, dim, transport->rank(), partition, x_local.device()));
+    return Unshard::apply(x, Split(group_name, dim, transport->rank(), partition, x.device()));
 }
 
 }  // namespace megatron_sb::distributed

@@ -510,8 +510,9 @@ def shard_sequence(
         each of them is in the whole sequence.
 
     Raises:
-        ValueError: If offsets or dim are invalid, or this rank is not in the group.
-        TypeError: If cp_group is neither a process group nor a DeviceMesh, x is not a tensor, or dim is no int.
+        ValueError: If offsets or dim are invalid, x has no rows, or this rank is not in the group.
+        TypeError: If cp_group is neither a process group nor a DeviceMesh, x is not a tensor or holds no elements, such
+            as a DTensor, or dim is no int.
 
     Example:
         >>> import torch
@@ -558,7 +559,8 @@ def unshard_sequence(
             `shard_sequence` returns. Or if the ranks disagree on the other sizes or the dtype of x, dim, layout,
             packing or cu_seqlens. On this rank alone, if its cu_seqlens has a wrong type, dtype or number of
             dimensions.
-        TypeError: If cp_group is neither a process group nor a DeviceMesh, x is not a tensor, or dim is no int.
+        TypeError: If cp_group is neither a process group nor a DeviceMesh, x is not a tensor or holds no elements, such
+            as a DTensor, or dim is no int.
         RuntimeError: If another rank is lost, or does not call the function before the timeout of the group.
 
     Example:

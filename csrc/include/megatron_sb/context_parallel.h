@@ -126,12 +126,12 @@ at::Tensor shard_sequence(const at::Tensor& x, const std::string& group_name, in
                           const std::optional<std::vector<int64_t>>& cu_seqlens = std::nullopt,
                           const std::string& packing = "per_document");
 
-// Returns the rows of all ranks in the order of the stream: (.., seq_len, ..) from x_local (.., local rows, ..).
+// Returns the rows of all ranks in the order of the stream: (.., seq_len, ..) from x (.., local rows, ..).
 // The arguments are those of shard_sequence. Collective, and so is its backward, which sums the gradients of all ranks
-// in fp32 (fp64 if x_local is fp64).
+// in fp32 (fp64 if x is fp64).
 //
 // Throws std::invalid_argument on every rank if an argument is invalid on any rank or if the ranks disagree.
-at::Tensor unshard_sequence(const at::Tensor& x_local, const std::string& group_name, int64_t dim = 1,
+at::Tensor unshard_sequence(const at::Tensor& x, const std::string& group_name, int64_t dim = 1,
                             const std::string& layout = "zigzag",
                             const std::optional<std::vector<int64_t>>& cu_seqlens = std::nullopt,
                             const std::string& packing = "per_document");

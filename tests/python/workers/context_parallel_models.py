@@ -118,6 +118,8 @@ def dtensors(group) -> None:
         found = torch.autograd.grad(o, sharded, distribute_tensor(do, mesh, placements))
         for x, exact in zip((o, *found), (expected, *gradients), strict=True):
             torch.testing.assert_close(x.full_tensor(), exact, rtol=1e-4, atol=1e-5)
+    for function in (sb.shard_sequence, sb.unshard_sequence):  # they take the local tensors of DTensors
+        expect_on_every_rank(lambda call=function: call(o, group), mentions("x elements DTensor"), TypeError)
 
 
 def a_layer_with_sharded_parameters(group) -> None:

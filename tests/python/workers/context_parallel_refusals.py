@@ -169,11 +169,11 @@ def refuses_ranks_that_disagree(group) -> None:
     expect_on_every_rank(call(q[:, :-1] if odd else q, k, v), mentions("q local rows plan"))
     expect_on_every_rank(call(torch.zeros(()) if odd else q, k, v), mentions("q 0 4"))
     expect_on_every_rank(call(q, k, v, comm="a2a+p2p" if odd else "auto"), mentions("hierarchical_groups a2a+p2p"))
-    expect_on_every_rank(lambda: sb.unshard_sequence(q[:1] if odd else q, group), disagreement("x_local's shape"))
+    expect_on_every_rank(lambda: sb.unshard_sequence(q[:1] if odd else q, group), disagreement("x's shape"))
     rows, ranks = q.shape[1], dist.get_world_size()
     expect_on_every_rank(
         lambda: sb.unshard_sequence(q[:, 2:] if odd else q, group),
-        mentions(f"x_local rows {rows - 1} rank 0 {ranks * rows - 2} {rows}"),
+        mentions(f"x rows {rows - 1} rank 0 {ranks * rows - 2} {rows}"),
     )
     for of_rank_1, of_others in (((0, 96), (0, 48)), ((0, 48, 96), (0, 96)), (None, (0, 96))):
         cu_seqlens = of_rank_1 if odd else of_others
@@ -256,6 +256,10 @@ def refuses_bad_calls(group) -> None:
         (lambda: sb.shard_sequence(q, group, 7), "dim 7 4", ValueError),
         (lambda: sb.unshard_sequence(q, group, -5), "dim -5", ValueError),
         (lambda: sb.shard_sequence([1], group), "x list", TypeError),
+        (lambda: sb.shard_sequence(torch.zeros(()), group, 0), "x dimension rows", ValueError),
+        (lambda: sb.shard_sequence(q[:, :0], group), "x row dimension 1", ValueError),
+        (lambda: sb.unshard_sequence(q[:, :0], group), "x row dimension 1", ValueError),
+        (lambda: sb.unshard_sequence(q.to("meta"), group), "x elements meta", TypeError),
         (lambda: sb.shard_sequence(q, None), "cp_group NoneType", TypeError),
     ):
         expect_on_every_rank(attempt, mentions(expected), error)
