@@ -137,11 +137,10 @@ def _groups(
     comm: str, plan: ContextParallelPlan, hierarchical_groups: object
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """Return the groups that exchange heads, and keys. None: no exchange."""
-    if plan.size == 1:
-        return None, None
     pair = hierarchical_pair(hierarchical_groups, comm)
     if comm != "a2a+p2p":
-        return (plan.cp_group, None) if comm == "a2a" else (None, plan.cp_group)
+        group = plan.cp_group if plan.size > 1 else None
+        return (group, None) if comm == "a2a" else (None, group)
     if pair is None:
         raise ValueError(
             "hierarchical_groups must be two groups, (a2a group, p2p group), with comm 'a2a+p2p', got None."
@@ -154,7 +153,7 @@ def _groups(
             f"hierarchical_groups must divide the {plan.size} ranks of {plan!r} so that its rank is rank in the p2p "
             f"group * size of the a2a group + rank in the a2a group, got groups of {sizes[0]} and {sizes[1]} ranks."
         )
-    return head_group, key_group if sizes[1] > 1 else None
+    return head_group if sizes[0] > 1 else None, key_group if sizes[1] > 1 else None
 
 
 def _check_heads(num_heads: int, num_kv_heads: int, num_ranks: int, comm: str) -> None:

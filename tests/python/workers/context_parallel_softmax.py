@@ -258,5 +258,9 @@ def refuses_wrong_softmax_calls(group):
     for words, (attention, *inputs, options) in calls.items():
         with pytest.raises((TypeError, ValueError), match=mentions(words)):
             context_parallel_softmax(attention, *inputs, **options)
+    alone = sb.ContextParallelPlan(dist.new_group([dist.get_rank()], use_local_synchronization=True), q.shape[1])
+    for comm, groups in (("a2a", (group, group)), ("a2a+p2p", None), ("a2a+p2p", (group, group))):
+        with pytest.raises(ValueError, match=mentions("hierarchical_groups")):
+            context_parallel_softmax(module, q, k, v, plan=alone, comm=comm, hierarchical_groups=groups)
     with pytest.raises(ValueError, match=mentions("log_gates shape")):
         context_parallel_softmax(module, q, k, v, torch.zeros(1, dtype=torch.float64), plan=plan)
