@@ -197,8 +197,9 @@ def _attend(
     key_group: dist.ProcessGroup | None,
 ) -> Tensor:
     """Compute q (b, s, h, d), k and v (b, s, h_kv, d), the local rows, with the scores of `attention`."""
-    if not shards.num_rows:
-        return q * 0
+    if not shards.num_rows:  # a product with 0 would keep a NaN
+        o, *others = (x.masked_fill(torch.ones_like(x, dtype=torch.bool), 0) for x in (q, k, v))
+        return o + sum(x.sum() for x in others)
     scores, indices = attention.scores(max(shards.lengths)), shards.indices(q.device)
     if head_group is not None:
         share = q.shape[2] // dist.get_world_size(head_group)

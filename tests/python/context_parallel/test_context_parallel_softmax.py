@@ -20,6 +20,7 @@ CHECKS = {
         "softmax_variants",
         "softmax_a2a_gives_the_bits_of_one_rank",
         "softmax_shares_a_plan_with_stick_breaking",
+        "softmax_without_documents",
         "refuses_wrong_softmax_calls",
     ),
 }

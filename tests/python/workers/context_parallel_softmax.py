@@ -231,6 +231,24 @@ def softmax_blocks_with_another_default_device(group):
         assert torch.equal(getattr(indices, name), index), name
 
 
+def softmax_without_documents(group):
+    """All rows are after the last document: o and all gradients are 0, whatever the rows hold."""
+    rows = 2 * dist.get_world_size(group) + 1
+    plan = sb.ContextParallelPlan(group, rows, torch.tensor([0, 0], dtype=torch.int32))
+    module = make_module(group, {"position": "none"})
+    for comm, gates in itertools.product(comms_of(group), (False, True)):
+        inputs = make_inputs(group, True, gates, rows=plan.local_len)
+        *inputs, log_gates = (None if x is None else torch.full_like(x, torch.nan) for x in inputs)
+        inputs[3] = torch.ones_like(inputs[3])
+
+        def call(*tensors, comm=comm):
+            return context_parallel_softmax(module, *tensors, plan=plan, comm=comm, **groups_for(comm))
+
+        results, _ = results_of(call, [*inputs, log_gates], module)
+        for name, x in results.items():
+            assert torch.equal(x, torch.zeros_like(x)), f"{name} with {comm}"
+
+
 def refuses_wrong_softmax_calls(group):
     """Every rank raises the error before it communicates."""
     size = dist.get_world_size(group)
