@@ -380,7 +380,8 @@ def context_parallel_attention(
             While a plan is made, and in a call that is new on every rank, an error on one rank is raised on every
             rank. A rank that makes a known call raises it after the timeout of the group (gloo).
             Four errors are raised only on this rank at any time: a wrong number of dimensions of q without a plan, a
-            plan that contradicts other arguments, unknown logits, and hierarchical_groups that are not two groups.
+            plan that contradicts other arguments, unknown logits, and hierarchical_groups that are not two groups of
+            the right ranks.
         TypeError: If an argument has a wrong type, or is a tensor that holds no elements, such as a DTensor or a
             FakeTensor, on the rank that has it.
         RuntimeError: If another rank is lost, or does not call the function before the timeout of the group. In the
@@ -409,7 +410,7 @@ def context_parallel_attention(
     check_choice("logits", logits, LOGITS)
     variants = {"forget_gate": forget_gate, "query_bias": query_bias, "key_bias": key_bias}
     check_optional_tensors(variants)
-    pair = hierarchical_pair(hierarchical_groups, comm)
+    pair = hierarchical_pair(hierarchical_groups, comm, plan.cp_group)
     heads_group, keys_group = ("", "") if pair is None else (group.group_name for group in pair)
     o, mass = torch.ops.megatron_sb.context_parallel_attention(
         q,

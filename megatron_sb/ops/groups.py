@@ -42,8 +42,14 @@ def process_group(group: object, argument: str = "cp_group") -> dist.ProcessGrou
     return group
 
 
-def hierarchical_pair(groups: object, comm: object) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
-    """Return the process groups of hierarchical_groups, or None without them. Raise if comm does not use them."""
+def hierarchical_pair(
+    groups: object, comm: object, cp_group: dist.ProcessGroup
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
+    """Return the process groups of hierarchical_groups, or None without them.
+
+    Raise if comm does not use them, or if their ranks do not form a grid of cp_group: the a2a groups are its rows, the
+    p2p groups its columns.
+    """
     if groups is None:
         return None
     if comm != "a2a+p2p":
@@ -51,6 +57,23 @@ def hierarchical_pair(groups: object, comm: object) -> tuple[dist.ProcessGroup, 
     if not isinstance(groups, (tuple, list)) or len(groups) != 2:
         raise ValueError(f"hierarchical_groups must be two groups, (a2a group, p2p group), got {groups!r}.")
     a2a, p2p = (process_group(group, f"hierarchical_groups[{i}]") for i, group in enumerate(groups))
+    ranks, rank, size = dist.get_process_group_ranks(cp_group), dist.get_rank(cp_group), dist.get_world_size(a2a)
+    if len(ranks) % size:
+        raise ValueError(
+            f"hierarchical_groups[0], the a2a group, must have a divisor of the {len(ranks)} ranks of cp_group, got "
+            f"{size} ranks."
+        )
+    neighbours, across = ranks[rank - rank % size :][:size], ranks[rank % size :: size]
+    if (found := dist.get_process_group_ranks(a2a)) != neighbours:
+        raise ValueError(
+            f"hierarchical_groups[0], the a2a group, must have the neighbours {neighbours} of the {len(ranks)} ranks "
+            f"of cp_group, got the ranks {found}."
+        )
+    if (found := dist.get_process_group_ranks(p2p)) != across:
+        raise ValueError(
+            f"hierarchical_groups[1], the p2p group, must have the ranks {across}, one of each a2a group of the "
+            f"{len(ranks)} ranks of cp_group, got the ranks {found}."
+        )
     return a2a, p2p
 
 

@@ -137,7 +137,7 @@ def _groups(
     comm: str, plan: ContextParallelPlan, hierarchical_groups: object
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """Return the groups that exchange heads, and keys. None: no exchange."""
-    pair = hierarchical_pair(hierarchical_groups, comm)
+    pair = hierarchical_pair(hierarchical_groups, comm, plan.cp_group)
     if comm != "a2a+p2p":
         group = plan.cp_group if plan.size > 1 else None
         return (group, None) if comm == "a2a" else (None, group)
@@ -145,15 +145,8 @@ def _groups(
         raise ValueError(
             "hierarchical_groups must be two groups, (a2a group, p2p group), with comm 'a2a+p2p', got None."
         )
-    head_group, key_group = pair
-    sizes = dist.get_world_size(head_group), dist.get_world_size(key_group)
-    expected = divmod(plan.rank, sizes[0])  # rank in the p2p group, rank in the a2a group
-    if sizes[0] * sizes[1] != plan.size or expected != (dist.get_rank(key_group), dist.get_rank(head_group)):
-        raise ValueError(
-            f"hierarchical_groups must divide the {plan.size} ranks of {plan!r} so that its rank is rank in the p2p "
-            f"group * size of the a2a group + rank in the a2a group, got groups of {sizes[0]} and {sizes[1]} ranks."
-        )
-    return head_group if sizes[0] > 1 else None, key_group if sizes[1] > 1 else None
+    head_group, key_group = (group if dist.get_world_size(group) > 1 else None for group in pair)
+    return head_group, key_group
 
 
 def _check_heads(num_heads: int, num_kv_heads: int, num_ranks: int, comm: str) -> None:

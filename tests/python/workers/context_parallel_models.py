@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 import torch
 import torch.distributed as dist
 from context_parallel_accuracy import EXCHANGING, groups_for
@@ -284,5 +285,12 @@ def meshes_are_hierarchical_groups(group) -> None:
             assert torch.equal(found, exact), name
         wanted = mentions("hierarchical_groups[1] one dimension DeviceMesh")
         expect_on_every_rank(lambda call=results: call((mesh["a2a"], mesh["dp", "p2p"])), wanted)
+        # Groups that cross: each rank has the right place in its own groups, but the grid is none.
+        last = size - EXCHANGING
+        crossed = [dist.new_group(ranks) for ranks in ([0, last + 1], [1, last])]
+        if (rank := dist.get_rank()) in (0, 1, last, last + 1):
+            mine = crossed[rank in (1, last)]
+            with pytest.raises(ValueError, match=mentions("hierarchical_groups[1] p2p")):
+                results((mesh["a2a"], mine))
         wanted = mentions("hierarchical_groups[0] ProcessGroup str")
         expect_on_every_rank(lambda call=results: call(("a2a", mesh["p2p"])), wanted, TypeError)
