@@ -221,7 +221,7 @@ class ContextParallelPlan:
             head_dim: channels of q and k.
             head_dim_v: channels of v. Default: head_dim.
             dtype: of q, k and v. Default: torch.bfloat16.
-            batch_size: sequences of a batch that is not packed. Default: 1.
+            batch_size: sequences of a batch. 1 if the plan is packed. Default: 1.
             a2a_size: ranks of the a2a group. Required with "a2a+p2p". Default: None.
 
         Returns:

@@ -99,6 +99,8 @@ def received_bytes(plan, comm: str, sizes: Sizes, a2a_size: int | None) -> Recei
     check_counts({name: value for name, value in vars(sizes).items() if name != "dtype"})
     if not (isinstance(sizes.dtype, torch.dtype) and sizes.dtype.is_floating_point):
         raise TypeError(f"dtype must be a floating-point torch.dtype, got {sizes.dtype!r}.")
+    if plan.cu_seqlens is not None and sizes.batch_size > 1:
+        raise ValueError(f"batch_size must be 1 if the plan is packed, got {sizes.batch_size}.")
     exchanging = _exchanging_ranks(plan.size, comm, a2a_size)
     _check_heads(sizes, exchanging, comm)
     positions = torch.ops.megatron_sb.shard_positions(

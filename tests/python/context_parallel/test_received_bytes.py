@@ -85,3 +85,10 @@ def test_one_rank_receives_nothing():
 def test_invalid_arguments(comm, sizes, a2a_size, error, words):
     with pytest.raises(error, match=mentions(words)):
         received_bytes(plan_of(0), comm, Sizes(**{**vars(BF16), **sizes}), a2a_size)
+
+
+def test_a_packed_plan_has_no_batch():
+    sizes = Sizes(**{**vars(BF16), "batch_size": 2})
+    with pytest.raises(ValueError, match=mentions("batch_size 1 packed 2")):
+        received_bytes(plan_of(0, (0, 64)), "p2p", sizes, None)
+    assert received_bytes(plan_of(0), "p2p", sizes, None).forward > 0
