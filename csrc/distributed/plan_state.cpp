@@ -86,21 +86,19 @@ std::string name_error(const PlanArguments& plan) {
 
 // Throws InvalidArgument if a rank has another number of rows than the layout gives it.
 void check_local_lens(const std::vector<int64_t>& local_lens, const plan::Partition& partition) {
-    for (int rank = 0; rank < partition.size(); ++rank) {
-        const int64_t expected = partition.num_local_rows(rank);
-        if (local_lens[rank] == expected) continue;
-        throw InvalidArgument(concat("local_len, or the rows of q in a call without a plan, must be ", expected,
-                                     " on rank ", rank, ", as the ranks have ", partition.num_rows(),
-                                     " rows together, got ", local_lens[rank]));
-    }
+    const int rank = partition.rank_with_other_rows(local_lens);
+    if (rank < 0) return;
+    throw InvalidArgument(concat("local_len, or the rows of q in a call without a plan, must be ",
+                                 partition.num_local_rows(rank), " on rank ", rank, ", as the ranks have ",
+                                 partition.num_rows(), " rows together, got ", local_lens[rank]));
 }
 
 // Throws InvalidArgument if a document that is cut by itself, or the stream, does not divide into equal chunks.
-void check_equal_chunks(const PlanArguments& plan, const plan::Partition& partition) {
+void check_equal_chunks(const PlanArguments& plan, plan::Packing cut, const plan::Partition& partition) {
     const int chunks = partition.num_chunks();
     const auto pieces =
         concat(chunks, " equal chunks (layout '", plan.layout, "', ", partition.size(), " ranks), got ");
-    const bool by_document = plan.packing == name_of(plan::Packing::kPerDocument) && partition.has_ring();
+    const bool by_document = cut == plan::Packing::kPerDocument && partition.has_ring();
     for (size_t i = 1; by_document && plan.cu_seqlens && i < plan.cu_seqlens->size(); ++i) {
         const int64_t begin = plan.cu_seqlens->at(i - 1), end = plan.cu_seqlens->at(i);
         if ((end - begin) % chunks == 0) continue;
@@ -158,7 +156,7 @@ ContextParallelPlan::ContextParallelPlan(const std::string& group_name, std::opt
     plan::Partition partition(plan::parse_layout(layout), cut, transport->size(), stream_rows(arguments, local_lens),
                               arguments.cu_seqlens);
     if (!seq_len && local_len) check_local_lens(local_lens, partition);
-    if (equal_chunks) check_equal_chunks(arguments, partition);
+    if (equal_chunks) check_equal_chunks(arguments, cut, partition);
     state_ = std::make_unique<State>(group_name, std::move(agreement), transport->rank(), std::move(partition), cut,
                                      arguments.cu_seqlens.has_value());
 }

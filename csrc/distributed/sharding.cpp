@@ -169,12 +169,10 @@ at::Tensor unshard(const at::Tensor& x, const std::string& group_name, int64_t d
     const int64_t seq_len = std::accumulate(rows.begin(), rows.end(), int64_t{0});
     if (seq_len == 0) throw InvalidArgument(concat("x must have a row in dimension ", dim, " on some rank, got none"));
     const plan::Partition partition = partition_of(transport->size(), seq_len, layout, cu_seqlens, packing);
-    for (int rank = 0; rank < transport->size(); ++rank) {
-        const int64_t expected = partition.num_local_rows(rank);
-        if (rows[rank] == expected) continue;
-        throw InvalidArgument(concat("x must have ", expected, " rows in dimension ", dim, " on rank ", rank,
-                                     ", as the ranks have ", seq_len, " together, got ", rows[rank]));
-    }
+    if (const int rank = partition.rank_with_other_rows(rows); rank >= 0)
+        throw InvalidArgument(concat("x must have ", partition.num_local_rows(rank), " rows in dimension ", dim,
+                                     " on rank ", rank, ", as the ranks have ", seq_len, " together, got ",
+                                     rows[rank]));
     return Unshard::apply(x, Split(group_name, dim, transport->rank(), partition, x.device()));
 }
 

@@ -59,6 +59,11 @@ class Partition {
     int size() const { return size_; }
     int64_t num_rows() const { return bounds_.back(); }
     int64_t num_local_rows(int rank) const { return local_rows_[rank]; }
+    // Returns the first rank that has another number of rows than `rows` gives it, or -1. `rows`: by rank.
+    int rank_with_other_rows(const std::vector<int64_t>& rows) const {
+        const auto other = std::mismatch(local_rows_.begin(), local_rows_.end(), rows.begin()).first;
+        return other == local_rows_.end() ? -1 : static_cast<int>(other - local_rows_.begin());
+    }
     int64_t max_local_rows() const { return *std::max_element(local_rows_.begin(), local_rows_.end()); }
     int num_chunks() const { return layout_ == Layout::kZigzag ? 2 * size_ : size_; }
     // Whether keys can move around a ring in order (plan/schedule.h): chunks must be neighbours in every document.

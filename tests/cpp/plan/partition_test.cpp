@@ -142,6 +142,11 @@ TEST(Partition, ChunksAndRanksHaveEqualRowsOrOneMore) {
         expect_even(of_chunks);
         expect_even(of_ranks);
         EXPECT_EQ(partition.max_local_rows(), (stream.seq_len + size - 1) / size);
+        EXPECT_EQ(partition.rank_with_other_rows(of_ranks), -1);
+        for (int rank = size - 1; rank >= 0; --rank) {  // the first of several counts
+            ++of_ranks[rank];
+            EXPECT_EQ(partition.rank_with_other_rows(of_ranks), rank);
+        }
     });
 }
 
