@@ -28,11 +28,11 @@ import gc
 import importlib.metadata
 import json
 import os
-import random
 import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from unittest import mock
 
 import torch
@@ -45,7 +45,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
-from timing import machine, on_gpu, synchronize
+from timing import machine, mixed_orders, on_gpu, synchronize
 from training import TRIED_TOKENS, add_common_arguments, mean_logits, shift_logits
 
 from megatron_sb import shard_sequence
@@ -288,10 +288,9 @@ def take_turns(contenders: Contenders, batches: list[torch.Tensor], seconds: flo
     The order differs from round to round, in the same way on all ranks.
     """
     found = {name: Timings() for name in contenders.names}
-    order, shuffle = list(found.items()), random.Random(0).shuffle
-    for round_number in range(WARM_ROUNDS + MOST_ROUNDS):
-        shuffle(order)
-        for name, timings in order:
+    for round_number, order in enumerate(islice(mixed_orders(found), WARM_ROUNDS + MOST_ROUNDS)):
+        for name in order:
+            timings = found[name]
             if on_gpu():
                 torch.cuda.reset_peak_memory_stats()
             synchronize()

@@ -9,7 +9,8 @@ import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 import torch
 
@@ -60,6 +61,14 @@ class Stopwatch:
         return self._begin.elapsed_time(self._end)
 
 
+def mixed_orders(names: Iterable[str]) -> Iterator[list[str]]:
+    """Yield the names again and again, each time in another order: the same orders in each process."""
+    order, shuffle = list(names), random.Random(0).shuffle
+    while True:
+        shuffle(order)
+        yield order
+
+
 def take_turns(calls: dict[str, Call], *, seconds: float, least: int = 5, most: int = 30) -> dict[str, float]:
     """Return the median milliseconds of each call.
 
@@ -81,9 +90,7 @@ def take_turns(calls: dict[str, Call], *, seconds: float, least: int = 5, most: 
     rounds = min(most, max(least, int(seconds * 1e3 / (sum(warm.values()) + 0.1 * len(calls)))))
     flushed = torch.empty(_L2_FLUSH_BYTES, dtype=torch.int8, device="cuda") if on_gpu() else None
     watches: dict[str, list[Stopwatch]] = {name: [] for name in calls}
-    order, shuffle = list(calls), random.Random(0).shuffle
-    for _ in range(rounds):
-        shuffle(order)
+    for order in islice(mixed_orders(calls), rounds):
         if on_gpu():
             torch.cuda._sleep(_HEAD_START_CYCLES)
         for name in order:
