@@ -81,10 +81,11 @@ def gates_of(logits: Tensor) -> Tensor:
         >>> gates_of(torch.zeros(2, dtype=torch.bfloat16))
         tensor([0.5000, 0.5000])
     """
-    return _wide(logits).sigmoid()
+    return wide(logits).sigmoid()
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
+    """Return x in fp32, or as it is in fp64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -105,7 +106,7 @@ def forget_gate_loss(f: Tensor) -> Tensor:
         >>> forget_gate_loss(torch.tensor([1.0, 0.5]))
         tensor(0.3466)
     """
-    closed = -_wide(f).clamp_min(_MIN_GATE).log()  # the smallest gate would be 0 in fp16
+    closed = -wide(f).clamp_min(_MIN_GATE).log()  # the smallest gate would be 0 in fp16
     return closed.mean() if f.numel() else closed.sum()  # of a rank without rows
 
 

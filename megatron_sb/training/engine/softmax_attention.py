@@ -17,6 +17,7 @@ from megatron_sb.baselines.softmax import RotaryScaling, SoftmaxAttention, conte
 from megatron_sb.megatron.gates import GATE_COLUMNS, gate_projection, with_gates
 from megatron_sb.megatron.packed import document_bounds
 from megatron_sb.megatron.plans import hierarchical_levels, shared_plans
+from megatron_sb.nn.gates import wide
 from megatron_sb.validation import InputError
 
 
@@ -129,8 +130,7 @@ class SoftmaxCoreAttention(MegatronModule):
             raise InputError("packed_seq_params must be packed sequences (qkv_format 'thd'), got None")
         log_gates = None
         if self.forget_gate:
-            logits = key[..., -GATE_COLUMNS]
-            log_gates = logsigmoid(logits if logits.dtype == torch.float64 else logits.float())
+            log_gates = logsigmoid(wide(key[..., -GATE_COLUMNS]))
             key = key[..., :-GATE_COLUMNS]
         cu_seqlens, _ = document_bounds(packed_seq_params)
         if self.cp_group is None:
