@@ -22,45 +22,60 @@
 namespace megatron_sb::cpu::SB_CPU_LEVEL {
 namespace {
 
+// A query tile, and what it keeps from one key tile to the next.
+template <class T>
+struct BackwardQueries {
+    T *q, *d_o, *q_t, *d_o_t, *dq_t, *mass, *prefix;
+    QueryTile tile;
+    int start[kTile];    // restart_tile() of each row
+    int oldest, newest;  // keys [oldest, newest) contribute
+    bool finite[kTile];
+};
+
 template <class T>
 struct BackwardScratch {
     int d_pitch, d_v_pitch;  // widths padded to whole vectors
-    T *q, *d_o, *q_t, *d_o_t, *k, *v, *scores, *one_minus_betas, *weights, *d_weights, *dq_t, *dk, *dv, *mass, *prefix,
-        *limit, *gates, *gate_factor, *d_gates;
+    T *k, *v, *scores, *one_minus_betas, *weights, *d_weights, *dk, *dv, *limit, *gates, *gate_factor, *d_gates;
+    BackwardQueries<T> queries[kMostQueryTiles];
 
     BackwardScratch(Arena& memory, const Sizes& sizes)
         : d_pitch(round_up(sizes.head_dim, kLanes<T>)), d_v_pitch(round_up(sizes.head_dim_v, kLanes<T>)) {
         const int d = sizes.head_dim, d_v = sizes.head_dim_v;
-        q = memory.take<T>(kTile * d_pitch);              // (query, d)
-        d_o = memory.take<T>(kTile * d_v_pitch);          // (query, d_v)
-        q_t = memory.take<T>(kTile * d);                  // (d, query)
-        d_o_t = memory.take<T>(kTile * d_v);              // (d_v, query)
         k = memory.take<T>(kTile * d);                    // (key, d)
         v = memory.take<T>(kTile * d_v);                  // (key, d_v)
         scores = memory.take<T>(kTile * kTile);           // (key, query): q . k, then e, then beta, then dz
         one_minus_betas = memory.take<T>(kTile * kTile);  // (key, query): 1 - beta
         weights = memory.take<T>(kTile * kTile);          // (key, query): A
         d_weights = memory.take<T>(kTile * kTile);        // (key, query): dO . v
-        dq_t = memory.take<T>(kTile * d);                 // (d, query)
         dk = memory.take<T>(kTile * d_pitch);             // (key, d)
         dv = memory.take<T>(kTile * d_v_pitch);           // (key, d_v)
-        mass = memory.take<T>(kTile);    // at the newer edge of the previous tile; 0 in rows that have not started
-        prefix = memory.take<T>(kTile);  // b
         limit = memory.take<T>(kTile);
         gates = memory.take<T>(kTile);                // of the keys
         gate_factor = memory.take<T>(kTile * kTile);  // (key, query): r, with gates
         d_gates = memory.take<T>(kTile);
+        for (BackwardQueries<T>& tile : queries) {
+            tile.q = memory.take<T>(kTile * d_pitch);      // (query, d)
+            tile.d_o = memory.take<T>(kTile * d_v_pitch);  // (query, d_v)
+            tile.q_t = memory.take<T>(kTile * d);          // (d, query)
+            tile.d_o_t = memory.take<T>(kTile * d_v);      // (d_v, query)
+            tile.dq_t = memory.take<T>(kTile * d);         // (d, query)
+            tile.mass =
+                memory.take<T>(kTile);  // at the newer edge of the previous tile; 0 in rows that have not started
+            tile.prefix = memory.take<T>(kTile);  // b
+        }
     }
 
     // Clears the columns between the head dimension and the pitch, which the products read.
     void clear_padding() {
-        std::fill(q, q + kTile * d_pitch, T(0));
-        std::fill(d_o, d_o + kTile * d_v_pitch, T(0));
+        for (BackwardQueries<T>& tile : queries) {
+            std::fill(tile.q, tile.q + kTile * d_pitch, T(0));
+            std::fill(tile.d_o, tile.d_o + kTile * d_v_pitch, T(0));
+        }
     }
 };
 
-// The turn of a query tile to add to dk and dv of its KV head. All query tiles of a KV head have a position. At each
-// key tile they take turns in the order of their positions. So the sums have the same order with any number of threads,
+// The turn of a task to add to dk and dv of its KV head. All tasks of a KV head have a position. At each key tile they
+// take turns in the order of their positions. So the sums have the same order with any number of threads,
 // and no thread needs sums of its own.
 //
 // Hand-over: progress[c] is the first key row to which position c may still add. The thread of position c stores it
@@ -71,9 +86,9 @@ struct BackwardScratch {
 class Turn {
   public:
     Turn(const Work& work, const Segments& segments, int64_t kv_head, int64_t position, int group)
-        : tiles_(work.tiles),
+        : ranges_(work.ranges),
           segments_(segments),
-          progress_(work.progress + kv_head * work.num_tiles * group),
+          progress_(work.progress + kv_head * work.num_ranges * group),
           num_ended_(work.num_ended + kv_head),
           position_(position),
           group_(group),
@@ -103,9 +118,9 @@ class Turn {
   private:
     static constexpr int32_t kAllRows = INT32_MAX;
 
-    int32_t k_begin(int64_t position) const { return segments_[tiles_[position / group_].segment].k_begin; }
+    int32_t k_begin(int64_t position) const { return segments_[ranges_[position / group_].segment].k_begin; }
 
-    const TileIndex* tiles_;
+    const RowRange* ranges_;
     const Segments& segments_;
     int32_t* progress_;
     int64_t* num_ended_;
@@ -116,108 +131,130 @@ class Turn {
 };
 
 template <class T>
-class BackwardTile {
+class BackwardTask {
   public:
-    BackwardTile(const BackwardParams& params, BackwardScratch<T>& scratch, const QueryTile& tile, const Turn& turn)
-        : p_(params), s_(scratch), tile_(tile), turn_(turn) {}
+    BackwardTask(const BackwardParams& params, BackwardScratch<T>& scratch, const Turn& turn)
+        : p_(params), s_(scratch), turn_(turn) {}
 
-    void run() {
-        start();
-        if (oldest_ < newest_) {
-            turn_.pass(tile_.segment->k_begin + oldest_);
-            load_queries();
-            for (int begin = oldest_; begin < newest_; begin += kTile) key_tile(begin);
-            turn_.end();
-            write_dq();
-        } else {
-            turn_.end();
+    // Computes the query tiles of a task. Each key tile is loaded once for all of them, and they add to dk and dv
+    // together.
+    void run(const Task& task) {
+        const int num_tiles = task.num_query_tiles();
+        int oldest = task.segment->k_len, newest = 0;
+        for (int i = 0; i < num_tiles; ++i) {
+            start(s_.queries[i], task.query_tile(i, kLanes<T>));
+            if (s_.queries[i].oldest >= s_.queries[i].newest) continue;
+            oldest = std::min(oldest, s_.queries[i].oldest);
+            newest = std::max(newest, s_.queries[i].newest);
         }
-        if (p_.prefix_out != nullptr)
-            std::copy_n(s_.prefix, tile_.count, static_cast<T*>(p_.prefix_out) + tile_.row_index(p_.sizes));
+        if (oldest < newest) turn_.pass(task.segment->k_begin + oldest);
+        for (int begin = oldest; begin < newest; begin += kTile) key_tile(task, begin);
+        turn_.end();
+        for (int i = 0; i < num_tiles; ++i) finish(s_.queries[i]);
     }
 
   private:
-    void start() {
-        const int64_t index = tile_.row_index(p_.sizes);
+    void start(BackwardQueries<T>& queries, const QueryTile& tile) {
+        const int64_t index = tile.row_index(p_.sizes);
         const T* prefix_in = static_cast<const T*>(p_.prefix_in);
-        const int key_tiles = (tile_.segment->k_len + kTile - 1) / kTile;
-        oldest_ = tile_.segment->k_len;
+        const int key_tiles = (tile.segment->k_len + kTile - 1) / kTile;
+        queries.tile = tile;
+        queries.oldest = tile.segment->k_len;
+        queries.newest = 0;
         for (int r = 0; r < kTile; ++r) {
-            s_.mass[r] = T(0);
-            s_.prefix[r] = r < tile_.count && prefix_in != nullptr ? prefix_in[index + r] : T(0);
-            start_[r] = r < tile_.count ? restart_tile<T>(p_, index + r, key_tiles) : kNeverStarts;
-            if (start_[r] == kNeverStarts) continue;
-            if (start_[r] == kBeforeAllKeys) s_.mass[r] = restart_mass<T>(p_, index + r);
-            oldest_ = std::min(oldest_, std::max(start_[r], 0) * kTile);
-            newest_ = std::max(newest_, tile_.visible(r, p_.options.attend_current));
+            queries.mass[r] = T(0);
+            queries.prefix[r] = r < tile.count && prefix_in != nullptr ? prefix_in[index + r] : T(0);
+            int& start = queries.start[r];
+            start = r < tile.count ? restart_tile<T>(p_, index + r, key_tiles) : kNeverStarts;
+            if (start == kNeverStarts) continue;
+            if (start == kBeforeAllKeys) queries.mass[r] = restart_mass<T>(p_, index + r);
+            queries.oldest = std::min(queries.oldest, std::max(start, 0) * kTile);
+            queries.newest = std::max(queries.newest, tile.visible(r, p_.options.attend_current));
         }
+        if (queries.oldest < queries.newest) load_queries(queries);
     }
 
-    void load_queries() {
+    void load_queries(BackwardQueries<T>& queries) {
         const Sizes& z = p_.sizes;
+        const QueryTile& tile = queries.tile;
         const int d = z.head_dim, d_v = z.head_dim_v;
-        pack_rows(z.dtype, p_.q, tile_.batch, tile_.q_row(), tile_.head, tile_.count, kTile, d, s_.d_pitch, s_.q);
-        pack_rows(z.dtype, p_.d_o, tile_.batch, tile_.q_row(), tile_.head, tile_.count, kTile, d_v, s_.d_v_pitch,
-                  s_.d_o);
-        transpose(s_.q, kTile, d, s_.d_pitch, s_.q_t);
-        transpose(s_.d_o, kTile, d_v, s_.d_v_pitch, s_.d_o_t);
-        std::fill(s_.dq_t, s_.dq_t + kTile * d, T(0));
-        for (int r = 0; r < tile_.count; ++r) finite_[r] = row_is_finite(r);
-        for (int r = 0; r < tile_.count; ++r)
-            if (start_[r] != kBeforeAllKeys) clear_unless_finite(r);
+        pack_rows(z.dtype, p_.q, tile.batch, tile.q_row(), tile.head, tile.count, kTile, d, s_.d_pitch, queries.q);
+        pack_rows(z.dtype, p_.d_o, tile.batch, tile.q_row(), tile.head, tile.count, kTile, d_v, s_.d_v_pitch,
+                  queries.d_o);
+        transpose(queries.q, kTile, d, s_.d_pitch, queries.q_t);
+        transpose(queries.d_o, kTile, d_v, s_.d_v_pitch, queries.d_o_t);
+        std::fill(queries.dq_t, queries.dq_t + kTile * d, T(0));
+        for (int r = 0; r < tile.count; ++r) queries.finite[r] = row_is_finite(queries, r);
+        for (int r = 0; r < tile.count; ++r)
+            if (queries.start[r] != kBeforeAllKeys) clear_unless_finite(queries, r);
     }
 
-    bool row_is_finite(int r) const {
+    bool row_is_finite(const BackwardQueries<T>& queries, int r) const {
         const auto finite = [](T x) { return std::isfinite(x); };
-        return std::all_of(s_.q + r * s_.d_pitch, s_.q + r * s_.d_pitch + p_.sizes.head_dim, finite) &&
-               std::all_of(s_.d_o + r * s_.d_v_pitch, s_.d_o + r * s_.d_v_pitch + p_.sizes.head_dim_v, finite);
+        const T *q = queries.q + r * s_.d_pitch, *d_o = queries.d_o + r * s_.d_v_pitch;
+        return std::all_of(q, q + p_.sizes.head_dim, finite) && std::all_of(d_o, d_o + p_.sizes.head_dim_v, finite);
     }
 
     // A row with a NaN or an infinity is cleared until it starts, because 0 * NaN is NaN.
-    void clear_unless_finite(int r) {
-        if (finite_[r]) return;
-        std::fill_n(s_.q + r * s_.d_pitch, p_.sizes.head_dim, T(0));
-        std::fill_n(s_.d_o + r * s_.d_v_pitch, p_.sizes.head_dim_v, T(0));
+    void clear_unless_finite(BackwardQueries<T>& queries, int r) {
+        if (queries.finite[r]) return;
+        std::fill_n(queries.q + r * s_.d_pitch, p_.sizes.head_dim, T(0));
+        std::fill_n(queries.d_o + r * s_.d_v_pitch, p_.sizes.head_dim_v, T(0));
     }
-    void restore_unless_finite(int r) {
-        if (finite_[r]) return;
-        for (int c = 0; c < p_.sizes.head_dim; ++c) s_.q[r * s_.d_pitch + c] = s_.q_t[c * kTile + r];
-        for (int c = 0; c < p_.sizes.head_dim_v; ++c) s_.d_o[r * s_.d_v_pitch + c] = s_.d_o_t[c * kTile + r];
+    void restore_unless_finite(BackwardQueries<T>& queries, int r) {
+        if (queries.finite[r]) return;
+        for (int c = 0; c < p_.sizes.head_dim; ++c) queries.q[r * s_.d_pitch + c] = queries.q_t[c * kTile + r];
+        for (int c = 0; c < p_.sizes.head_dim_v; ++c) queries.d_o[r * s_.d_v_pitch + c] = queries.d_o_t[c * kTile + r];
     }
 
-    void key_tile(int begin) {
+    void key_tile(const Task& task, int begin) {
+        KeyTile keys = {};
+        for (int i = 0; i < task.num_query_tiles(); ++i) {
+            BackwardQueries<T>& queries = s_.queries[i];
+            if (begin < queries.oldest || begin >= queries.newest) continue;
+            if (keys.count == 0) {
+                keys = load_key_tile(p_, task, begin, s_.k, s_.v, s_.gates);
+                std::fill(s_.dk, s_.dk + keys.keys * s_.d_pitch, T(0));
+                std::fill(s_.dv, s_.dv + keys.keys * s_.d_v_pitch, T(0));
+                std::fill(s_.d_gates, s_.d_gates + keys.keys, T(0));
+            }
+            attend(queries, begin, keys.keys);
+        }
+        if (keys.count > 0) add_key_gradients(task, keys);
+    }
+
+    // Computes what a query tile and the loaded key tile, whose first key is `begin`, add to dq, dk and dv.
+    void attend(BackwardQueries<T>& queries, int begin, int keys) {
         const Sizes& z = p_.sizes;
-        const int lanes = tile_.lanes;
-        const auto [count, keys, row] = load_key_tile(p_, tile_, begin, s_.k, s_.v, s_.gates);
-        multiply<T, false>({s_.k, z.head_dim, 1}, s_.q_t, kTile, keys, lanes, z.head_dim, s_.scores, kTile);
-        multiply<T, false>({s_.v, z.head_dim_v, 1}, s_.d_o_t, kTile, keys, lanes, z.head_dim_v, s_.d_weights, kTile);
+        const int lanes = queries.tile.lanes, count = queries.tile.count;
+        multiply<T, false>({s_.k, z.head_dim, 1}, queries.q_t, kTile, keys, lanes, z.head_dim, s_.scores, kTile);
+        multiply<T, false>({s_.v, z.head_dim_v, 1}, queries.d_o_t, kTile, keys, lanes, z.head_dim_v, s_.d_weights,
+                           kTile);
 
         bool saturated[kTile / kLanes<T>];  // unused: this direction processes every e in the same way
-        const bool masked = set_limits(begin, keys);
-        exponentials(s_.scores, keys, lanes, Logits<T>(p_.options, tile_.head), s_.limit, masked, saturated);
-        std::fill(s_.d_gates, s_.d_gates + keys, T(0));
-        for (int v = 0; v < lanes; v += kLanes<T>) scan(v, begin / kTile, keys);
-        for (int r = 0; r < tile_.count; ++r)
-            if (std::isnan(s_.prefix[r])) s_.prefix[r] = T(0);  // a NaN must not reach newer tiles
+        const bool masked = set_limits(queries, begin, keys);
+        exponentials(s_.scores, keys, lanes, Logits<T>(p_.options, queries.tile.head), s_.limit, masked, saturated);
+        for (int v = 0; v < lanes; v += kLanes<T>) scan(queries, v, begin / kTile, keys);
+        for (int r = 0; r < count; ++r)
+            if (std::isnan(queries.prefix[r])) queries.prefix[r] = T(0);  // a NaN must not reach newer tiles
 
-        multiply<T, true>({s_.k, 1, z.head_dim}, s_.scores, kTile, z.head_dim, lanes, keys, s_.dq_t, kTile);
-        add_key_gradients(row, keys, count);
+        multiply<T, true>({s_.k, 1, z.head_dim}, s_.scores, kTile, z.head_dim, lanes, keys, queries.dq_t, kTile);
+        multiply<T, true>({s_.scores, kTile, 1}, queries.q, s_.d_pitch, keys, s_.d_pitch, count, s_.dk, s_.d_pitch);
+        multiply<T, true>({s_.weights, kTile, 1}, queries.d_o, s_.d_v_pitch, keys, s_.d_v_pitch, count, s_.dv,
+                          s_.d_v_pitch);
     }
 
-    void add_key_gradients(int64_t row, int keys, int count) {
+    void add_key_gradients(const Task& task, const KeyTile& keys) {
         const Sizes& z = p_.sizes;
-        const int kv_head = tile_.head / (z.num_heads / z.num_kv_heads);
-        T* const dk = static_cast<T*>(p_.dk.data) + offset(p_.dk, tile_.batch, row, kv_head);
-        T* const dv = static_cast<T*>(p_.dv.data) + offset(p_.dv, tile_.batch, row, kv_head);
-        multiply<T, false>({s_.scores, kTile, 1}, s_.q, s_.d_pitch, keys, s_.d_pitch, tile_.count, s_.dk, s_.d_pitch);
-        multiply<T, false>({s_.weights, kTile, 1}, s_.d_o, s_.d_v_pitch, keys, s_.d_v_pitch, tile_.count, s_.dv,
-                           s_.d_v_pitch);
-        turn_.wait(int32_t(row + count));
-        add_rows(s_.dk, s_.d_pitch, count, z.head_dim, T(p_.options.scale), dk, p_.dk.row_stride);
-        add_rows(s_.dv, s_.d_v_pitch, count, z.head_dim_v, T(1), dv, p_.dv.row_stride);
+        const int kv_head = task.head / (z.num_heads / z.num_kv_heads);
+        T* const dk = static_cast<T*>(p_.dk.data) + offset(p_.dk, task.batch, keys.row, kv_head);
+        T* const dv = static_cast<T*>(p_.dv.data) + offset(p_.dv, task.batch, keys.row, kv_head);
+        turn_.wait(int32_t(keys.row + keys.count));
+        add_rows(s_.dk, s_.d_pitch, keys.count, z.head_dim, T(p_.options.scale), dk, p_.dk.row_stride);
+        add_rows(s_.dv, s_.d_v_pitch, keys.count, z.head_dim_v, T(1), dv, p_.dv.row_stride);
         if (gated_)
-            for (int k = 0; k < count; ++k) dk[k * p_.dk.row_stride + z.head_dim] += s_.d_gates[k];
-        turn_.pass(int32_t(row + count));
+            for (int k = 0; k < keys.count; ++k) dk[k * p_.dk.row_stride + z.head_dim] += s_.d_gates[k];
+        turn_.pass(int32_t(keys.row + keys.count));
     }
 
     static void add_rows(const T* from, int pitch, int count, int width, T factor, T* to, int64_t to_stride) {
@@ -227,13 +264,14 @@ class BackwardTile {
 
     // Sets limit[r] to the number of keys of this tile that row r sees, 0 before the row has started. Returns whether
     // some row does not see all of them.
-    bool set_limits(int begin, int keys) {
+    bool set_limits(BackwardQueries<T>& queries, int begin, int keys) {
         bool masked = false;
         for (int r = 0; r < kTile; ++r) {
             int limit = 0;
-            const bool started = start_[r] <= begin / kTile;
-            if (started) limit = std::clamp(tile_.visible(r, p_.options.attend_current) - begin, 0, keys);
-            if (start_[r] == begin / kTile) restore_unless_finite(r);
+            const int start = queries.start[r];
+            const bool started = start <= begin / kTile;
+            if (started) limit = std::clamp(queries.tile.visible(r, p_.options.attend_current) - begin, 0, keys);
+            if (start == begin / kTile) restore_unless_finite(queries, r);
             s_.limit[r] = T(limit);
             masked |= limit < keys;
         }
@@ -242,21 +280,21 @@ class BackwardTile {
 
     // Returns the mass at the newer edge of this tile for the vector of rows that begins at row v. `risen` is this mass
     // for rows that started in older tiles.
-    Vec<T> mass_at_newer_edge(int v, int tile, const Vec<T>& risen) {
-        const int64_t index = tile_.row_index(p_.sizes);
+    Vec<T> mass_at_newer_edge(BackwardQueries<T>& queries, int v, int tile, const Vec<T>& risen) {
+        const int64_t index = queries.tile.row_index(p_.sizes);
         for (int lane = 0; lane < kLanes<T>; ++lane) {
-            const int r = v + lane;
-            if (start_[r] <= tile) s_.mass[r] = start_[r] == tile ? restart_mass<T>(p_, index + r) : risen[lane];
+            const int r = v + lane, start = queries.start[r];
+            if (start <= tile) queries.mass[r] = start == tile ? restart_mass<T>(p_, index + r) : risen[lane];
         }
-        return load(s_.mass + v);
+        return load(queries.mass + v);
     }
 
     // Replaces e by dz in `scores` and writes A to `weights`, for the vector of rows that begins at row v. Moves the
     // prefix to the newer edge of the tile.
-    void scan(int v, int tile, int keys) {
+    void scan(BackwardQueries<T>& queries, int v, int tile, int keys) {
         T *scores = s_.scores + v, *one_minus_betas = s_.one_minus_betas + v, *weights = s_.weights + v;
         const T* d_weights = s_.d_weights + v;
-        Vec<T> risen = load(s_.mass + v);
+        Vec<T> risen = load(queries.mass + v);
         for (int k = 0; k < keys; ++k) {
             Vec<T> e = load(scores + k * kTile);
             if (gated_) {
@@ -268,12 +306,12 @@ class BackwardTile {
             store(scores + k * kTile, e * one_minus_beta);
             risen = risen + e * risen;
         }
-        Vec<T> p = mass_at_newer_edge(v, tile, risen);
+        Vec<T> p = mass_at_newer_edge(queries, v, tile, risen);
         for (int k = keys - 1; k >= 0; --k) {
             store(weights + k * kTile, p * load(scores + k * kTile));
             p = p * load(one_minus_betas + k * kTile);
         }
-        Vec<T> b = load(s_.prefix + v);
+        Vec<T> b = load(queries.prefix + v);
         const Vec<T> limit = load(s_.limit + v);
         for (int k = 0; k < keys; ++k) {
             const Mask<T> seen = splat<T>(T(k)) < limit;  // 0 * NaN is NaN: dO . v can be NaN where A is 0
@@ -285,7 +323,7 @@ class BackwardTile {
             store(scores + k * kTile, dz);
             b = b + g;
         }
-        store(s_.prefix + v, b);
+        store(queries.prefix + v, b);
     }
 
     // Returns dz from dy, and adds this key's part of df to d_gates.
@@ -295,40 +333,41 @@ class BackwardTile {
         return dy * gate_factor;
     }
 
-    void write_dq() {
-        T* to = static_cast<T*>(p_.dq.data) + offset(p_.dq, tile_.batch, tile_.q_row(), tile_.head);
-        for (int r = 0; r < tile_.count; ++r)
-            for (int c = 0; c < p_.sizes.head_dim; ++c)
-                to[r * p_.dq.row_stride + c] += T(p_.options.scale) * s_.dq_t[c * kTile + r];
+    void finish(const BackwardQueries<T>& queries) {
+        const QueryTile& tile = queries.tile;
+        if (queries.oldest < queries.newest) {
+            T* to = static_cast<T*>(p_.dq.data) + offset(p_.dq, tile.batch, tile.q_row(), tile.head);
+            for (int r = 0; r < tile.count; ++r)
+                for (int c = 0; c < p_.sizes.head_dim; ++c)
+                    to[r * p_.dq.row_stride + c] += T(p_.options.scale) * queries.dq_t[c * kTile + r];
+        }
+        if (p_.prefix_out != nullptr)
+            std::copy_n(queries.prefix, tile.count, static_cast<T*>(p_.prefix_out) + tile.row_index(p_.sizes));
     }
 
     const BackwardParams& p_;
     BackwardScratch<T>& s_;
-    const QueryTile tile_;
     Turn turn_;
     const bool gated_ = p_.options.forget_gate;
-    int start_[kTile];             // restart_tile() of each row
-    int oldest_ = 0, newest_ = 0;  // keys [oldest_, newest_) contribute
-    bool finite_[kTile];
 };
 
-// A task is a query tile of one head. Neighbouring tasks are of different KV heads, so they seldom wait for each other.
+// Neighbouring tasks are of different KV heads, so they seldom wait for each other.
 template <class T>
 void run(const BackwardParams& params, const Work& work) {
     const Sizes& z = params.sizes;
     const int group = z.num_heads / z.num_kv_heads;
-    const int64_t kv_heads = int64_t(z.batch) * z.num_kv_heads, tasks = kv_heads * group * work.num_tiles;
+    const int64_t kv_heads = int64_t(z.batch) * z.num_kv_heads, tasks = kv_heads * group * work.num_ranges;
 #pragma omp parallel num_threads(work.threads)
     {
         Arena memory(scratch_of_this_thread(work));
         BackwardScratch<T> scratch(memory, z);
         scratch.clear_padding();
-        for (int64_t task = next_task(work); task < tasks; task = next_task(work)) {
-            const int64_t kv_head = task % kv_heads, position = task / kv_heads;
+        for (int64_t i = next_task(work); i < tasks; i = next_task(work)) {
+            const int64_t kv_head = i % kv_heads, position = i / kv_heads;
             const int batch = int(kv_head / z.num_kv_heads);
             const int head = int(kv_head % z.num_kv_heads) * group + int(position % group);
-            const QueryTile tile = query_tile(params.segments, work.tiles[position / group], kLanes<T>, batch, head);
-            BackwardTile<T>(params, scratch, tile, Turn(work, params.segments, kv_head, position, group)).run();
+            const Task task = task_of(params.segments, work, position / group, batch, head);
+            BackwardTask<T>(params, scratch, Turn(work, params.segments, kv_head, position, group)).run(task);
         }
     }
 }

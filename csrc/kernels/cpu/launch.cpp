@@ -1,4 +1,4 @@
-// Chooses the instruction set, and lays out the workspace: the list of query tiles, then the scratch of each thread.
+// Chooses the instruction set, and lays out the workspace: the rows of q of each task, then the scratch of each thread.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -54,37 +54,51 @@ int64_t round_up(int64_t bytes) {
     return (bytes + kLine - 1) / kLine * kLine;
 }
 
-int64_t count_tiles(const Segments& segments) {
-    int64_t tiles = 0;
-    for (int s = 0; s < segments.size; ++s) tiles += (int64_t(segments[s].q_len) + kRestartTile - 1) / kRestartTile;
-    return tiles;
+// Returns the rows of q of a task. With more of them, each key tile that is loaded serves more queries. With fewer,
+// there are more tasks for the threads. The number must not depend on the threads, heads or other segments, because the
+// sums of the backward have the order of the tasks.
+int32_t rows_of_task(const Segment& segment) {
+    constexpr int32_t kFewestTasks = 4;
+    return kRestartTile * std::clamp(segment.q_len / (kRestartTile * kFewestTasks), 1, kMostQueryTiles);
 }
 
-void write_tiles(const Segments& segments, TileIndex* tiles) {
-    TileIndex* end = tiles;
-    for (int s = 0; s < segments.size; ++s)
-        for (int64_t first = 0; first < segments[s].q_len; first += kRestartTile) *end++ = {s, int32_t(first)};
-    const auto keys = [&](const TileIndex& tile) {
-        const Segment& s = segments[tile.segment];
-        return std::min<int64_t>(s.k_len, int64_t(tile.first) + kRestartTile + s.q_pos_minus_k_pos);
+int64_t count_ranges(const Segments& segments) {
+    int64_t ranges = 0;
+    for (int s = 0; s < segments.size; ++s) {
+        const int64_t rows = rows_of_task(segments[s]);
+        ranges += (segments[s].q_len + rows - 1) / rows;
+    }
+    return ranges;
+}
+
+void write_ranges(const Segments& segments, RowRange* ranges) {
+    RowRange* end = ranges;
+    for (int s = 0; s < segments.size; ++s) {
+        const int32_t q_len = segments[s].q_len, rows = rows_of_task(segments[s]);
+        for (int64_t first = 0; first < q_len; first += rows)
+            *end++ = {s, int32_t(first), int32_t(std::min<int64_t>(rows, q_len - first))};
+    }
+    const auto keys = [&](const RowRange& range) {
+        const Segment& s = segments[range.segment];
+        return std::min<int64_t>(s.k_len, int64_t(range.first) + range.count + s.q_pos_minus_k_pos);
     };
-    std::stable_sort(tiles, end, [&](const TileIndex& a, const TileIndex& b) { return keys(a) > keys(b); });
+    std::stable_sort(ranges, end, [&](const RowRange& a, const RowRange& b) { return keys(a) > keys(b); });
 }
 
 // Where the parts of a workspace are, in bytes from its beginning.
 struct Layout {
-    int64_t num_tiles, tasks, kv_heads;
-    int64_t num_ended, progress, tiles, scratch;
+    int64_t num_ranges, tasks, kv_heads;
+    int64_t num_ended, progress, ranges, scratch;
     int64_t scratch_bytes;  // of one thread
 
     Layout(const Sizes& sizes, const Segments& segments, int64_t bytes_of_a_thread)
-        : num_tiles(count_tiles(segments)),
-          tasks(num_tiles * sizes.batch * sizes.num_heads),
+        : num_ranges(count_ranges(segments)),
+          tasks(num_ranges * sizes.batch * sizes.num_heads),
           kv_heads(int64_t(sizes.batch) * sizes.num_kv_heads),
           num_ended(kLine),  // after the ticket
           progress(round_up(num_ended + kv_heads * int64_t(sizeof(int64_t)))),
-          tiles(round_up(progress + tasks * int64_t(sizeof(int32_t)))),
-          scratch(round_up(tiles + num_tiles * int64_t(sizeof(TileIndex)))),
+          ranges(round_up(progress + tasks * int64_t(sizeof(int32_t)))),
+          scratch(round_up(ranges + num_ranges * int64_t(sizeof(RowRange)))),
           scratch_bytes(bytes_of_a_thread) {}
 
     // The number of threads: as many as have a task and room in `bytes`, and at least one.
@@ -96,11 +110,11 @@ struct Layout {
 
     Work work(void* workspace, const Segments& segments, int64_t limit) const {
         char* const memory = static_cast<char*>(workspace);
-        std::memset(memory, 0, size_t(tiles));
-        TileIndex* const list = reinterpret_cast<TileIndex*>(memory + tiles);
-        write_tiles(segments, list);
+        std::memset(memory, 0, size_t(ranges));
+        RowRange* const list = reinterpret_cast<RowRange*>(memory + ranges);
+        write_ranges(segments, list);
         return {list,
-                num_tiles,
+                num_ranges,
                 reinterpret_cast<int64_t*>(memory),
                 reinterpret_cast<int32_t*>(memory + progress),
                 reinterpret_cast<int64_t*>(memory + num_ended),

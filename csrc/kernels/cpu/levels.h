@@ -13,18 +13,21 @@
 
 namespace megatron_sb::cpu {
 
-// Up to kRestartTile rows of Q of a segment, from row `first` of the segment on.
-struct TileIndex {
-    int32_t segment, first;
+// The most query tiles of a task. A query tile has up to kRestartTile rows of Q.
+inline constexpr int kMostQueryTiles = 4;
+
+// The rows of Q of a task: `count` rows of a segment, from its row `first` on.
+struct RowRange {
+    int32_t segment, first, count;
 };
 
 // The work of a call, in its workspace. Task i is done by the thread that gets i from ++*ticket, so threads take tasks
 // in increasing order.
 struct Work {
-    const TileIndex* tiles;  // tiles with more keys first
-    int64_t num_tiles;
+    const RowRange* ranges;  // those with more keys first
+    int64_t num_ranges;
     int64_t* ticket;     // initially 0
-    int32_t* progress;   // of the backward: (KV heads of all batch elements, query tiles that read them), initially 0
+    int32_t* progress;   // of the backward: (KV heads of all batch elements, tasks that read them), initially 0
     int64_t* num_ended;  // of the backward: (KV heads of all batch elements,), initially 0
     char* scratch;       // thread i owns the bytes from i * scratch_bytes on
     int64_t scratch_bytes;

@@ -42,9 +42,10 @@ template <class T>
 inline void store(T* to, const Vec<T>& value) {
     std::memcpy(to, &value, sizeof(value));
 }
+// x - 0 is x, so this is a broadcast. x + 0 is not: it would be computed, because -0 + 0 is 0.
 template <class T>
 inline Vec<T> splat(T value) {
-    return Vec<T>{} + value;
+    return value - Vec<T>{};
 }
 template <class T>
 inline bool any(const Mask<T>& mask) {

@@ -118,6 +118,7 @@ struct Scalars {
     int row_stride, column_stride;
 };
 
+// Computes kRows rows and kVectors vectors of c.
 template <class T, int kRows, int kVectors, bool kAdd>
 inline void multiply_block(const Scalars<T>& a, const T* b, int b_pitch, int depth, T* c, int c_pitch) {
     Vec<T> sum[kRows][kVectors];
@@ -135,20 +136,33 @@ inline void multiply_block(const Scalars<T>& a, const T* b, int b_pitch, int dep
         for (int v = 0; v < kVectors; ++v) store(c + r * c_pitch + v * kLanes<T>, sum[r][v]);
 }
 
+// Computes kRows rows of c.
+template <class T, int kRows, bool kAdd>
+inline void multiply_rows(const Scalars<T>& a, const T* b, int b_pitch, int columns, int depth, T* c, int c_pitch) {
+    int n = 0;
+    for (; n + 4 * kLanes<T> <= columns; n += 4 * kLanes<T>)
+        multiply_block<T, kRows, 4, kAdd>(a, b + n, b_pitch, depth, c + n, c_pitch);
+    for (; n + 2 * kLanes<T> <= columns; n += 2 * kLanes<T>)
+        multiply_block<T, kRows, 2, kAdd>(a, b + n, b_pitch, depth, c + n, c_pitch);
+    if (n < columns) multiply_block<T, kRows, 1, kAdd>(a, b + n, b_pitch, depth, c + n, c_pitch);
+}
+
 // c (rows, columns) = a b, or c += a b with kAdd, for a (rows, depth) and b (depth, columns). `rows` is a multiple of
-// 4, and `columns` a multiple of kLanes.
+// 4, and `columns` a multiple of kLanes. A block of 3 rows by 4 vectors needs 16 registers: its sums, and 4 vectors of
+// b. AVX-512 has 32.
 template <class T, bool kAdd>
 inline void multiply(const Scalars<T>& a, const T* b, int b_pitch, int rows, int columns, int depth, T* c,
                      int c_pitch) {
-    constexpr int kRows = 4, kWide = SB_VECTOR_BYTES == 64 ? 4 : 2;
-    for (int r = 0; r < rows; r += kRows) {
+    constexpr int kRows = SB_VECTOR_BYTES == 64 ? 4 : 3;
+    for (int r = 0; r < rows;) {
         const Scalars<T> a_rows = {a.data + r * a.row_stride, a.row_stride, a.column_stride};
-        T* c_rows = c + r * c_pitch;
-        int n = 0;
-        for (; n + kWide * kLanes<T> <= columns; n += kWide * kLanes<T>)
-            multiply_block<T, kRows, kWide, kAdd>(a_rows, b + n, b_pitch, depth, c_rows + n, c_pitch);
-        for (; n < columns; n += kLanes<T>)
-            multiply_block<T, kRows, 1, kAdd>(a_rows, b + n, b_pitch, depth, c_rows + n, c_pitch);
+        if ((rows - r) % kRows == 0) {
+            multiply_rows<T, kRows, kAdd>(a_rows, b, b_pitch, columns, depth, c + r * c_pitch, c_pitch);
+            r += kRows;
+        } else {
+            multiply_rows<T, 2, kAdd>(a_rows, b, b_pitch, columns, depth, c + r * c_pitch, c_pitch);
+            r += 2;
+        }
     }
 }
 
@@ -173,10 +187,22 @@ struct QueryTile {
     }
 };
 
-inline QueryTile query_tile(const Segments& segments, const TileIndex& tile, int lanes, int batch, int head) {
-    const Segment* segment = &segments[tile.segment];
-    const int count = std::min(kTile, segment->q_len - tile.first);
-    return {segment, batch, head, tile.first, count, round_up(count, lanes)};
+// A task: rows [first, first + count) of Q of a segment, for one head of one batch element.
+struct Task {
+    const Segment* segment;
+    int batch, head;
+    int first, count;
+
+    int num_query_tiles() const { return (count + kTile - 1) / kTile; }
+    QueryTile query_tile(int i, int lanes) const {
+        const int tile_count = std::min(kTile, count - i * kTile);
+        return {segment, batch, head, first + i * kTile, tile_count, round_up(tile_count, lanes)};
+    }
+};
+
+inline Task task_of(const Segments& segments, const Work& work, int64_t range, int batch, int head) {
+    const RowRange& rows = work.ranges[range];
+    return {&segments[rows.segment], batch, head, rows.first, rows.count};
 }
 
 // Returns the next task of the calling thread. The result is at least the number of tasks if no task is left. No thread
@@ -213,16 +239,16 @@ inline KeyRun key_run(const KeyBlocks& blocks, int batch, int64_t row, int count
             int(std::min<int64_t>(count, blocks.block_size - in_block))};
 }
 
-// Loads keys [begin, begin + kTile) of the segment, for the KV head that `tile` reads, into k (key, d), v (key, d_v)
+// Loads keys [begin, begin + kTile) of the segment, for the KV head that `task` reads, into k (key, d), v (key, d_v)
 // and, with forget gates, gates (key).
 template <class T, class Params>
-KeyTile load_key_tile(const Params& p, const QueryTile& tile, int begin, T* k, T* v, T* gates) {
+KeyTile load_key_tile(const Params& p, const Task& task, int begin, T* k, T* v, T* gates) {
     const Sizes& z = p.sizes;
-    const int count = std::min(kTile, tile.segment->k_len - begin), keys = round_up(count, kKeysPerStep);
-    const int kv_head = tile.head / (z.num_heads / z.num_kv_heads);
-    const int64_t row = int64_t(tile.segment->k_begin) + begin;
+    const int count = std::min(kTile, task.segment->k_len - begin), keys = round_up(count, kKeysPerStep);
+    const int kv_head = task.head / (z.num_heads / z.num_kv_heads);
+    const int64_t row = int64_t(task.segment->k_begin) + begin;
     for (int done = 0; done < count;) {
-        const KeyRun run = key_run(key_blocks(p), tile.batch, row + done, count - done);
+        const KeyRun run = key_run(key_blocks(p), task.batch, row + done, count - done);
         const int padded = done + run.count == count ? keys - done : run.count;
         pack_rows(z.dtype, p.k, run.batch, run.row, kv_head, run.count, padded, z.head_dim, z.head_dim,
                   k + done * z.head_dim);

@@ -11,7 +11,7 @@ from support.accuracy import run
 from support.fork_server import run_python
 from support.inputs import make_inputs
 
-from megatron_sb import stickbreaking_attention
+from megatron_sb import stickbreaking_attention, stickbreaking_attention_varlen
 
 LONG_BACKWARD = """
 import resource
@@ -45,7 +45,10 @@ def test_memory_of_the_backward_does_not_depend_on_the_number_of_threads():
     assert int(done.stdout) < 256 * 2**20
 
 
-@pytest.mark.parametrize("shape", [{"s": 700}, {"b": 2, "s": 300, "h": 6, "h_kv": 2}], ids=str)
+SHAPES = [{"s": 700}, {"s": 1300, "h": 2}, {"b": 2, "s": 300, "h": 6, "h_kv": 2}]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_results_are_bitwise_the_same_with_any_number_of_threads(shape):
     x, before, results = make_inputs("mean -6", d=24, **shape), torch.get_num_threads(), []
     try:
@@ -57,6 +60,31 @@ def test_results_are_bitwise_the_same_with_any_number_of_threads(shape):
     for result in results[1:]:
         for name in ("o", "mass", "dq", "dk", "dv"):
             assert torch.equal(result[name], results[0][name]), name
+
+
+def outputs_and_gradients(attention, q, k, v, d_o):
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    o = attention(*inputs)
+    return [o, *torch.autograd.grad(o, inputs, d_o)]
+
+
+def test_results_do_not_depend_on_other_heads_batch_elements_and_documents():
+    """Bit for bit. The tasks of a document have up to four query tiles, and depend on its own length only."""
+    length, shorter = 1300, 500
+    x = make_inputs("mean -6", b=2, s=length, h=4, h_kv=2, d=24)
+    tensors = (x.q, x.k, x.v, x.do)
+    alone = outputs_and_gradients(stickbreaking_attention, *(t[:1, :, : t.shape[2] // 2] for t in tensors))
+    whole = outputs_and_gradients(stickbreaking_attention, *tensors)
+    for expected, found in zip(alone, whole, strict=True):
+        assert torch.equal(expected, found[:1, :, : expected.shape[2]])
+
+    offsets = torch.tensor([0, shorter, shorter + length], dtype=torch.int32)
+    packed = outputs_and_gradients(
+        lambda q, k, v: stickbreaking_attention_varlen(q, k, v, offsets, length),
+        *(torch.cat([t[1, :shorter], t[0]])[:, : t.shape[2] // 2] for t in tensors),
+    )
+    for expected, found in zip(alone, packed, strict=True):
+        assert torch.equal(expected[0], found[shorter:])
 
 
 @pytest.mark.parametrize("level", ["avx1024", "AVX2", ""])
