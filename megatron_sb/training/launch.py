@@ -47,7 +47,8 @@ def main(
         it first; see docs/design/supervision.md.
 
     Example:
-        >>> main("configs/tiny_context_extension.yaml", ["stages.0.steps=10"], out="runs/short")
+        >>> from megatron_sb.training.launch import main
+        >>> main("configs/tiny_context_extension.yaml", ["stages.0.steps=50"], out="runs/short")  # doctest: +SKIP
         0
     """
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ

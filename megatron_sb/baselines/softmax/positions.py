@@ -43,6 +43,7 @@ class RotaryScaling:
         TypeError: if `factor` is not a number.
 
     Example:
+        >>> from megatron_sb.baselines.softmax import RotaryScaling, SoftmaxAttention
         >>> attention = SoftmaxAttention(num_heads=4, head_dim=32)
         >>> attention.scaling = RotaryScaling("ntk", factor=4.0)
     """

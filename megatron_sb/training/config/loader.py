@@ -32,9 +32,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, any_layout: 
         OSError: The file cannot be read.
 
     Example:
-        >>> config = load_config("configs/tiny_context_extension.yaml", ["stages.0.steps=10"])
+        >>> config = load_config("configs/tiny_context_extension.yaml", ["stages.0.steps=50"])
         >>> config.stages[0].steps
-        10
+        50
     """
     with _naming(path):
         config = _validated(TrainingConfig, _overridden(translate(_read(path)), overrides))

@@ -3,62 +3,38 @@
 import doctest
 import importlib
 import inspect
+from pathlib import Path
 
 import pytest
 
 import megatron_sb
 
-LIBRARY = (
-    "_tasks",
-    "compat",
-    "nn.gates",
-    "nn.self_attention",
-    "ops.attention",
-    "ops.context_parallel",
-    "ops.head_output",
-    "ops.kvcache",
-    "ops.snapshot",
-    "ops.varlen",
-    "options",
-    "reference",
-    "validation",
+ROOT = Path(__file__).parents[3]
+PACKAGE = Path(megatron_sb.__file__).parent
+# The modules with an example, without `megatron_sb.`
+MODULES = sorted(
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+    for path in PACKAGE.rglob("*.py")
+    if ">>> " in path.read_text()
 )
-HUGGINGFACE = (
-    "huggingface",
-    "huggingface.attention",
-    "huggingface.byte_tokenizer",
-    "huggingface.configuration",
-    "huggingface.modeling",
-    "huggingface.packing",
-    "huggingface.plain_operators",
-    "huggingface.saved_folder",
-)
-MEGATRON = (
-    "megatron.arguments",
-    "megatron.core_attention",
-    "megatron.gates",
-    "megatron.layer_pattern",
-    "megatron.packed",
-    "megatron.plans",
-    "megatron.settings",
-    "megatron.spec",
-    "megatron.stand_ins",
-    "megatron.statistics",
-    "megatron.weights",
-)
-# Optional packages that the examples of a module need.
+CONFIGURATION = ("pydantic", "yaml")
+# Optional packages that a module, or the modules of a package, need.
 NEEDED = {
-    **dict.fromkeys(LIBRARY, ()),
-    **dict.fromkeys(HUGGINGFACE, ("transformers",)),
-    **dict.fromkeys(MEGATRON, ("megatron.core",)),
-    **dict.fromkeys(("checkpoints", "checkpoints.layouts"), ("transformers", "pydantic", "yaml")),
+    "checkpoints": ("transformers", *CONFIGURATION),
+    "experiments": ("megatron.core", "matplotlib", *CONFIGURATION),
+    "generation": CONFIGURATION,
+    "huggingface": ("transformers",),
+    "megatron": ("megatron.core",),
+    "planning": CONFIGURATION,
+    "training": ("megatron.core", "matplotlib", *CONFIGURATION),
 }
 
 
-@pytest.mark.parametrize("name", NEEDED)
-def test_examples(name):
-    for package in NEEDED[name]:
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name, monkeypatch):
+    for package in NEEDED.get(name.partition(".")[0], ()):
         pytest.importorskip(package)
+    monkeypatch.chdir(ROOT)  # some examples read a file of configs
     found = doctest.testmod(importlib.import_module(f"megatron_sb.{name}"))
     assert found.attempted > 0 and found.failed == 0
 
