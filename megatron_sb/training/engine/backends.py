@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from megatron_sb.megatron.metadata import load_state, read_metadata, weights_only
+from megatron_sb.megatron.shards import PREFIXES
 from megatron_sb.megatron.weights import has_optimizer
 from megatron_sb.training.config import OptimizerConfig
 from megatron_sb.validation import InputError
@@ -211,10 +212,15 @@ def _load_state_of_cpus(state: dict, path: Path) -> None:
     The tensors of a model are the parameters themselves. For the errors, see `TorchBackend.load`.
     """
     saved = read_metadata(path).state_dict_metadata
+    if not any(name.startswith(PREFIXES) for name in saved):
+        raise InputError(
+            f"{path} was saved on GPUs, or converted for Megatron-Core. On CPUs a checkpoint can be loaded only if it "
+            "was saved on CPUs. Use the device cuda (parallel.device=cuda)."
+        )
     if not any(name.startswith(f"model{_shard_suffix()}.") for name in saved):
         raise InputError(
-            f"{path} was saved with another parallel.tensor_parallel_size or parallel.expert_parallel_size, or on "
-            "GPUs. On CPUs a checkpoint can be loaded only with the two sizes that it was saved with on CPUs."
+            f"{path} was saved with another parallel.tensor_parallel_size or parallel.expert_parallel_size. On CPUs a "
+            "checkpoint can be loaded only with the two sizes that it was saved with."
         )
     load_state(state, path)
 

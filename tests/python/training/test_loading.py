@@ -13,7 +13,7 @@ from support.jobs import SMALL_JOB, train
 from support.likelihoods import nll_of_windows
 from support.messages import mentions
 
-from megatron_sb import cli, generation
+from megatron_sb import checkpoints, cli, generation
 from megatron_sb.megatron.integrity import CheckpointError
 from megatron_sb.training import load_run
 from megatron_sb.training.checkpoint import load
@@ -85,6 +85,13 @@ def test_gpus_refuse_a_checkpoint_of_cpus(run):
         on_gpus = OnGpus(model.engine)
         with pytest.raises(CheckpointError, match=r"cannot be loaded: .* was saved on CPUs\. .*=cpu"):
             load(on_gpus, model.checkpoint)
+
+
+def test_cpus_refuse_a_converted_checkpoint(run, tmp_path):
+    """It has Megatron-Core's format, which only jobs on GPUs read."""
+    checkpoints.save(checkpoints.load(run / "stick_breaking"), tmp_path / "out", "megatron")
+    with load_run(run, device="cpu") as model, pytest.raises(CheckpointError, match=r"converted for Megatron-Core\."):
+        load(model.engine, tmp_path / "out" / "release")
 
 
 @pytest.mark.parametrize("name", ["stick_breaking", "gated"])
