@@ -129,7 +129,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folder", metavar="RUN", help="folder of a run of megatron-sb train, finished or not (required)"
     )
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="begin of the text (required)")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="beginning of the text (required)")
     parser.add_argument("--model", metavar="NAME", help="a model of the run (default: the first one of compare)")
     parser.add_argument("--tokens", type=int, default=200, help="largest number of new tokens (default: %(default)s)")
     parser.add_argument(
