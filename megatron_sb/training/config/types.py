@@ -26,7 +26,7 @@ def _to_float(value: Any) -> Any:
 
 
 def _to_name(value: str) -> str:
-    if not value.replace("-", "_").isidentifier():
+    if value.startswith("-") or not value.replace("-", "_").isidentifier():
         raise PydanticCustomError(
             "name", "letters, digits, '_' and '-', starting with a letter or '_', because it names files"
         )

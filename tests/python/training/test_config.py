@@ -274,6 +274,7 @@ def test_a_kind_that_cannot_be_a_key(kind):
 REFUSALS = {
     "stages.0.step=7": r"unknown field stages\.0\.step, got 7\. Did you mean 'steps'\? Known fields: name,",
     "optimiser.beta1=0.9": r"unknown field optimiser, got .* Did you mean 'optimizer'\?",
+    "name=-run": r"name must be letters, .* starting with a letter or '_', because it names files, got '-run'",
     "stages.0.steps=1.5": r"stages\.0\.steps must be an integer, got 1\.5",
     "stages.0.steps=true": r"stages\.0\.steps must be an integer, got True",
     "stages.0.steps=0": r"stages\.0\.steps must be greater than 0, got 0",
