@@ -2,12 +2,12 @@
 
 import argparse
 import errno
-import io
 import os
 import select
 import signal
 import sys
 
+from megatron_sb.processes import prepare_streams
 from megatron_sb.training.arguments import add_arguments, take_overrides
 from megatron_sb.validation import InputError
 
@@ -298,22 +298,6 @@ def _run(argv: list[str]) -> int:
         sys.stdout.flush()  # also after --help: an error of standard output is raised here, not when the process exits
 
 
-def _prepare_streams() -> None:
-    """Open the standard streams that the caller has closed, and let the output have any character.
-
-    Without this, `print` would do nothing, `flush` would fail, and the next file that the command opens would get the
-    number of the closed stream, into which libraries write. A terminal or a log can have an encoding without some
-    characters of a text or of a file name: standard output shows them as `\\xe9`, as standard error does.
-    """
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:
-            stream = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115
-            os.set_inheritable(stream.fileno(), True)  # also for the processes of `train`
-            setattr(sys, name, stream)
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")
-
-
 def _is_reader_gone() -> bool:
     """Return whether standard output is a pipe that nobody reads."""
     poll = select.poll()
@@ -336,7 +320,7 @@ def main(argv: list[str] | None = None) -> int:
     Ctrl-C is one line, too, and returns 130. Every other error is a defect of the program and keeps its traceback.
     """
     argv = sys.argv[1:] if argv is None else argv
-    _prepare_streams()
+    prepare_streams()
     try:
         return _run(argv)
     except ValueError as error:

@@ -1,7 +1,9 @@
-"""Commands of new processes, and their start. This module loads no torch, so that a launcher starts others at once."""
+"""Commands of new processes, and their start and streams. No torch here, so that a launcher starts others at once."""
 
 import contextlib
 import gc
+import io
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +25,22 @@ def module_command(module: str) -> list[str]:
     if sys.version_info >= (3, 11):
         return [sys.executable, "-P", "-m", module]
     return [sys.executable, "-c", _RUN_MODULE, module]
+
+
+def prepare_streams() -> None:
+    """Open the standard streams that the caller has closed, and let the output have any character.
+
+    Without this, `print` would do nothing, `flush` would fail, and the next file that the command opens would get the
+    number of the closed stream, into which libraries write. A terminal or a log can have an encoding without some
+    characters of a text or of a file name: standard output shows them as `\\xe9`, as standard error does.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)  # also for the processes of `train`
+            setattr(sys, name, stream)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from megatron_sb.processes import prepare_streams
 from megatron_sb.training import main
 from megatron_sb.training.arguments import add_arguments, take_overrides
 
@@ -19,6 +20,7 @@ def _arguments() -> argparse.Namespace:
 
 # Megatron-Core's checkpoints spawn processes, which import this module under another name.
 if __name__ == "__main__":
+    prepare_streams()
     arguments = _arguments()
     sys.exit(
         main(arguments.config, arguments.set, out=arguments.out, resume=arguments.resume, profile=arguments.profile)

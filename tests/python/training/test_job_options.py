@@ -1,10 +1,12 @@
 """Options of a job: other ranks, named attention, profiling, divergence, torchrun, and errors before the start."""
 
 import dataclasses
+import io
 import json
 import math
 import os
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -28,7 +30,7 @@ from support.jobs import (
 from support.launch import run_ranks
 from support.messages import mentions
 
-from megatron_sb import cli
+from megatron_sb import cli, training
 from megatron_sb.training import main, plots, rank, report, supervisor
 from megatron_sb.training.checkpoint import Progress
 from megatron_sb.training.command import Command
@@ -229,6 +231,18 @@ def test_bad_arguments_are_rejected_before_the_start(config, tmp_path, capsys):
     (tmp_path / "file").touch()
     status, _, errors = train(config, "--out", tmp_path / "file")
     assert status == 2 and f"--out must be a folder, got '{tmp_path / 'file'}'" in errors, errors
+
+
+def test_a_rank_prints_characters_that_its_output_lacks(monkeypatch):
+    """As in a locale that is not UTF-8, with the name of a folder."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    monkeypatch.setattr(sys, "argv", ["megatron_sb.training", "small.yaml"])
+    monkeypatch.setattr(training, "main", lambda *arguments, **options: print("caf\xe9"))
+    with pytest.raises(SystemExit):
+        runpy.run_module("megatron_sb.training", run_name="__main__")
+    sys.stdout.flush()
+    assert written.getvalue() == b"caf\\xe9\n"
 
 
 def test_the_port_of_a_job_is_reserved_while_its_ranks_start(config, tmp_path):
