@@ -59,7 +59,7 @@ def main(
         config_path, out = _of_run(config_path, out, resume)
         config = configuration.load_config(config_path, overrides)
         if out is not None:
-            check_output_folder("--out", Path(out))
+            _check_out(out)
         window = ProfilerWindow.parse(profile, max(stage.steps for stage in config.stages)) if profile else (0, 0)
     except (InputError, OSError) as error:
         if not isinstance(error, InputError) and error.filename is None:
@@ -74,6 +74,18 @@ def main(
     arguments = [config_path, *overrides, *(["--out", out] if out else []), *(["--resume"] if resume else [])]
     arguments += ["--profile", profile] if profile else []
     return start_ranks(config, [*module_command("megatron_sb.training"), *arguments])
+
+
+def _check_out(out: str) -> None:
+    """Raise ValueError unless `out` can be the folder of a run."""
+    check_output_folder("--out", Path(out))
+    try:
+        out.encode()
+    except UnicodeEncodeError:
+        raise InputError(
+            f"--out must be a folder whose name is text in UTF-8, got {out!r}: TensorBoard and torch's store reject "
+            "other names."
+        ) from None
 
 
 def _of_run(config_path: str, out: str | None, resume: bool) -> tuple[str, str | None]:
