@@ -53,12 +53,13 @@ class LoadedModel:
             (len(tokens), vocab_size), in the model's dtype, on the CPU.
 
         Raises:
-            ValueError: A token is out of range, or there is none.
+            ValueError: A token is no integer or out of range, or there is none.
         """
-        size, found = self.config.vocab_size, np.asarray(tokens, dtype=np.int64)
-        if found.ndim != 1 or not len(found) or found.min() < 0 or found.max() >= size:
+        size, found = self.config.vocab_size, np.asarray(tokens)
+        are_integers = found.dtype.kind in "iu" and found.ndim == 1 and len(found) > 0
+        if not are_integers or found.min() < 0 or found.max() >= size:
             raise InputError(f"tokens must be at least one integer from 0 to {size - 1}, got {tokens!r}.")
-        bounds = np.array([0, len(found)], dtype=np.int32)
+        found, bounds = found.astype(np.int64), np.array([0, len(found)], dtype=np.int32)
         return self.engine.logits(PackedBatch(found, np.zeros_like(found), np.ones(len(found), dtype=bool), bounds))
 
 

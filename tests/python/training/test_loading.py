@@ -63,8 +63,8 @@ def assert_likelihoods(run, name, stage):
         assert nll_of_windows(model, config, entry["context"]) == pytest.approx(entry["nll"], rel=1e-5)
 
 
-@pytest.mark.parametrize("tokens", [[], [257], [-1, 3], [[1, 2]]])
-def test_tokens_outside_the_vocabulary_are_an_error(run, tokens):
+@pytest.mark.parametrize("tokens", [[], [257], [-1, 3], [[1, 2]], [1.5], "ab", None, [True], [2**70]], ids=str)
+def test_tokens_that_are_no_tokens_are_an_error(run, tokens):
     with load_run(run) as model, pytest.raises(ValueError, match=mentions("tokens 0 256")):
         model.logits(tokens)
 
