@@ -101,7 +101,8 @@ def load_run(run: str | Path, model: str | None = None, device: str | None = Non
 
     Raises:
         FileNotFoundError: The folder holds no run, or the model has no checkpoint.
-        ValueError: The run has no such model, its checkpoint is damaged, or it needs a GPU and there is none.
+        ValueError: The run has no such model, its checkpoint is damaged, or it needs a GPU and there is none. Or the
+            process has a default process group.
 
     Example:
         >>> from megatron_sb.training import load_run
@@ -147,6 +148,11 @@ def _open_newest(run: Path, config: TrainingConfig, model: str) -> Iterator[tupl
     silence_warnings()
     from megatron_sb.training.engine.engine import Engine
 
+    if dist.is_initialized():
+        raise InputError(
+            "the process must not have a default process group to load a model, got one. Leave the context of the "
+            "model that is loaded, or call torch.distributed.destroy_process_group()."
+        )
     check_packages(config, [model])
     cuda = on_gpu(config)
     if config.parallel.device == "cuda" and not cuda:

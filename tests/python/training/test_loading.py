@@ -69,6 +69,13 @@ def test_tokens_that_are_no_tokens_are_an_error(run, tokens):
         model.logits(tokens)
 
 
+def test_one_model_is_loaded_at_a_time(run):
+    with load_run(run) as model:
+        with pytest.raises(InputError, match="must not have a default process group"), load_run(run):
+            pass
+        assert model.logits(torch.tensor([1, 2])).shape == (2, 257)
+
+
 class OnGpus:
     """Loads weights as an engine on GPUs does. Megatron-Core also reads its own checkpoints on a CPU."""
 
