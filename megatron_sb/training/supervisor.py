@@ -179,7 +179,7 @@ def _end_after_failure(ranks: list[subprocess.Popen], rank: int, received: list[
         return EXIT_REFUSED
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
     when = " before it could save" if received else ""
-    saved = "No checkpoint was saved."
+    saved = "This job has saved no checkpoint."
     if store.check([NEWEST_CHECKPOINT]):
         saved = f"Use --resume to continue from {store.get(NEWEST_CHECKPOINT).decode()}."
     say(f"rank {rank} (process {ranks[rank].pid}) {how}{when}; ending the job. {saved}")

@@ -432,7 +432,9 @@ def test_a_rank_that_dies_before_the_first_checkpoint(config, tmp_path):
         job.wait(60)
         (line,) = re.findall(r"rank \d .* ending the job\. .*", job.stderr)
     saved = sorted((tmp_path / "out" / "stick_breaking").glob("checkpoints/short-*"))
-    assert line.endswith(f"Use --resume to continue from {saved[-1]}." if saved else "No checkpoint was saved."), line
+    assert line.endswith(
+        f"Use --resume to continue from {saved[-1]}." if saved else "This job has saved no checkpoint."
+    ), line
 
 
 def test_a_new_epoch_is_logged(config, tmp_path):
