@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from megatron_sb.training import config as configuration
 from megatron_sb.training.config import TrainingConfig
-from megatron_sb.validation import InputError
+from megatron_sb.validation import InputError, naming
 
 LOCK_WAIT_SECONDS = 60.0  # after a supervisor was killed, its ranks may still be ending
 SEEN_SECONDS = 20.0  # a network file system may show a new file late
@@ -126,10 +126,11 @@ def hold(directory: Path, wait_seconds: float = 0.0) -> IO:
 def mark(lock: IO) -> str:
     """Write a new token into the file of a directory's lock, and return it for `check_is_marked`."""
     token = secrets.token_hex(16)
-    lock.truncate(0)
-    lock.write(token)
-    lock.flush()
-    os.fsync(lock.fileno())
+    with naming(Path(lock.name)):
+        lock.truncate(0)
+        lock.write(token)
+        lock.flush()
+        os.fsync(lock.fileno())
     return token
 
 

@@ -55,6 +55,12 @@ def test_the_newest_run_of_exactly_this_name(tmp_path, monkeypatch):
     assert found == Path("runs") / own[-1]
 
 
+def test_a_lock_that_cannot_be_written_is_named():
+    """As on a full disk."""
+    with Path("/dev/full").open("a") as lock, pytest.raises(OSError, match="'/dev/full'"):
+        mark(lock)
+
+
 def test_another_path_to_the_same_initial_checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     changed = dataclasses.replace(CONFIG, compare=CONFIG.compare[:1], initial_checkpoint="base/step")
