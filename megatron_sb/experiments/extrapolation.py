@@ -7,6 +7,7 @@ that all models read the same rows. The longest context is `evaluation.length_fa
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.set)
     if config.data.kind == "recall":
         raise ConfigError("data.kind must be a kind of text for extrapolation, got 'recall'.")
-    trials = {model: sweep.Trial(model, (*options.set, f"compare=[{model}]")) for model in config.compare}
+    trials = {model: sweep.Trial(model, (*options.set, f"compare={json.dumps([model])}")) for model in config.compare}
     out = sweep.output_folder(options)
     sweep.train_all(options.config, list(trials.values()), out, options.jobs)
     evaluations = [

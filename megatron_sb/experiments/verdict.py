@@ -333,7 +333,7 @@ class Verdict:
         if isinstance(self.config.attention[arm], SoftmaxAttentionConfig):
             attention[arm] |= {"evaluated_scalings": ["none"]}
         fields = {"stages.0.learning_rate": rate} | self._checkpoint_fields()
-        overrides = (f"attention={json.dumps(attention)}", f"compare=[{arm}]", *_overrides(fields))
+        overrides = (f"attention={json.dumps(attention)}", f"compare={json.dumps([arm])}", *_overrides(fields))
         trial = Trial(f"recall{rate:g}-{arm}", overrides)
         return self._cached("recall", self._recall_path, arm, trial, rate)
 
@@ -363,7 +363,7 @@ class Verdict:
         return self._runs[trial]
 
     def _trial(self, name: str, arms: Iterable[str], fields: dict[str, Any]) -> Trial:
-        overrides = (f"compare=[{', '.join(arms)}]", *_overrides(fields | self._checkpoint_fields()))
+        overrides = (f"compare={json.dumps([*arms])}", *_overrides(fields | self._checkpoint_fields()))
         return Trial(name, (*self._set, *overrides))
 
     def _scaled_steps(self, share: float) -> dict[str, int]:

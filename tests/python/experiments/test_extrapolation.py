@@ -82,6 +82,19 @@ def test_every_model_is_a_run(tmp_path, monkeypatch):
     assert cells_of(rows[0]) == ["softmax + RoPE", "3.000"] and cells_of(rows[3]) == ["stick-breaking", "2.000"]
 
 
+def test_a_model_can_have_a_name_that_yaml_reads_as_true(tmp_path, monkeypatch):
+    compared = []
+
+    def train_all(config_path, trials, out, jobs):
+        compared.extend(load_config(config_path, trial.overrides).compare for trial in trials)
+        raise sweep.SweepStopped("", 1)
+
+    monkeypatch.setattr(sweep, "train_all", train_all)
+    attention = "attention={'on': {kind: softmax, position: none}}"
+    assert cli.main([*command_of(tmp_path, ["'on'", "stick_breaking"]), "--set", attention]) == 1
+    assert compared == [("on",), ("stick_breaking",)]
+
+
 def test_recall_data_is_an_error(capsys):
     assert cli.main(["experiment", "extrapolation", str(CONFIGS / "mqrar_small.yaml")]) == 2
     assert re.search("data.kind must be .*got 'recall'", capsys.readouterr().err)

@@ -331,6 +331,14 @@ def test_mixed_layers_are_a_family_without_recall(trainer, tmp_path):
     assert family_of(experiment.config.attention["hybrid"]) == "mixed"
 
 
+def test_an_arm_can_have_a_name_that_yaml_reads_as_false(trainer, tmp_path):
+    options = options_of("--arms", "off", "--recall", RECALL)
+    options.set = ["attention={'off': {kind: softmax, position: none}}", "compare=['off']"]
+    experiment = Verdict(options, tmp_path)
+    experiment.train(1, sweep.NO_LIMIT)
+    assert {run.config.compare for run in experiment.known_runs()} == {("off",)}
+
+
 def test_both_configurations_have_the_same_arms():
     """But for the arms with gated delta nets, which need a GPU."""
     full, small = (load_config(CONFIGS / f"{name}.yaml") for name in ("verdict", "verdict_small"))
