@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_sb.ops import stickbreaking_attention, stickbreaking_attention_varlen
+from megatron_sb.ops.varlen import check_max_seqlen
 from megatron_sb.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from megatron_sb.validation import check_finite, check_tensor
 
@@ -113,9 +114,11 @@ def sb_attn_varlen(
     check_tensor("cu_seqlens", cu_seqlens)
     if cu_seqlens.dim() != 1:
         raise ValueError(f"cu_seqlens must have 1 dimension, got shape {tuple(cu_seqlens.shape)}.")
+    offsets = _as_int32(cu_seqlens if zero_start else pad(cu_seqlens, (1, 0)))
+    check_max_seqlen("max_seqlens", max_seqlens, offsets)
     out, mass = stickbreaking_attention_varlen(
         *(_padded(x.transpose(0, 1)) for x in (q, k, v)),
-        _as_int32(cu_seqlens if zero_start else pad(cu_seqlens, (1, 0))),
+        offsets,
         max_seqlens,
         scale=_scale("inv_temp", q, inv_temp),
         attend_current=attend_current,
@@ -233,8 +236,12 @@ def _padded(x: Tensor) -> Tensor:
 
 
 def _as_int32(cu_seqlens: Tensor) -> Tensor:
-    """Convert int64 offsets, which both packages accept. The operator checks any other dtype."""
-    return cu_seqlens.to(torch.int32) if cu_seqlens.dtype == torch.int64 else cu_seqlens
+    """Convert int64 offsets, which both packages accept. The operator checks any other dtype.
+
+    It also refuses offsets beyond the rows. So larger ones than int32 has become its limits: a cast would wrap around.
+    """
+    limits = torch.iinfo(torch.int32)
+    return cu_seqlens.clamp(limits.min, limits.max).to(torch.int32) if cu_seqlens.dtype == torch.int64 else cu_seqlens
 
 
 def _in_layout_of(q: Tensor, out: Tensor) -> Tensor:

@@ -84,8 +84,8 @@ def stickbreaking_attention_varlen(
             "stickbreaking_attention_varlen must not be called in shared_sequence, whose plan has the documents. Call "
             "stickbreaking_attention with a batch of one row."
         )
-    _check_max_seqlen("max_seqlen", max_seqlen, cu_seqlens)
-    _check_max_seqlen("max_seqlen_k", max_seqlen_k, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)
+    check_max_seqlen("max_seqlen", max_seqlen, cu_seqlens)
+    check_max_seqlen("max_seqlen_k", max_seqlen_k, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)
     o, mass = torch.ops.megatron_sb.attention_varlen(
         q,
         k,
@@ -110,8 +110,8 @@ def _host_integer(max_seqlen: object) -> int | None:
     return min(max_seqlen, _MAX_INT32) if isinstance(max_seqlen, int) else max_seqlen  # operators take 64 bits
 
 
-def _check_max_seqlen(name: str, max_seqlen: object, cu_seqlens: Tensor) -> None:
-    """Check the type. Check the value too if cu_seqlens is a CPU tensor with values."""
+def check_max_seqlen(name: str, max_seqlen: object, cu_seqlens: Tensor) -> None:
+    """Raise unless max_seqlen is a length. If cu_seqlens is a CPU tensor with values, no document may be longer."""
     if max_seqlen is None:
         return
     # Some callers pass a tensor. If it is on a GPU, the host must not read it.
@@ -119,6 +119,8 @@ def _check_max_seqlen(name: str, max_seqlen: object, cu_seqlens: Tensor) -> None
         raise TypeError(f"{name} must be an int, got {type(max_seqlen).__name__}.")
     if isinstance(max_seqlen, Tensor) and max_seqlen.numel() != 1:
         raise ValueError(f"{name} must be an int, or a tensor with one element, got shape {tuple(max_seqlen.shape)}.")
+    if not isinstance(max_seqlen, Tensor) and max_seqlen < 0:
+        raise ValueError(f"{name} must be at least 0, got {max_seqlen}.")
     known = not torch.compiler.is_compiling() and cu_seqlens.device.type == "cpu" and not is_fake(cu_seqlens)
     if not known or cu_seqlens.dim() != 1:
         return

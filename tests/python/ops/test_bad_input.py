@@ -6,6 +6,7 @@ import torch
 from support.inputs import make_inputs
 from support.messages import mentions
 from torch import zeros
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_sb import (
     stickbreaking_attention,
@@ -172,13 +173,20 @@ COMPAT = {
         ValueError,
         "cu_seqlens start 0 3",
     ),
-    "sb_attn_varlen: max_seqlens": (sb_attn_varlen, [*[X[0]] * 3, CU, 5], {}, ValueError, "max_seqlen 5 8"),
+    "sb_attn_varlen: max_seqlens": (sb_attn_varlen, [*[X[0]] * 3, CU, 5], {}, ValueError, "max_seqlens 5 8"),
+    "sb_attn_varlen: an offset that a cast to int32 would wrap to 8": (
+        sb_attn_varlen,
+        [*[X[0]] * 3, cu([0, 2**32 + 8], torch.int64), 2**32],
+        {},
+        ValueError,
+        "cu_seqlens number of rows 8",
+    ),
     "sb_attn_varlen: max_seqlens is a string": (
         sb_attn_varlen,
         [*[X[0]] * 3, CU, "8"],
         {},
         TypeError,
-        "max_seqlen str",
+        "max_seqlens str",
     ),
     "sb_attn_varlen: no offsets": (sb_attn_varlen, [*[X[0]] * 3, None, 8], {}, TypeError, "cu_seqlens NoneType"),
     "sb_attn_varlen: no ends": (
@@ -237,6 +245,13 @@ COMPAT = {
         {"cu_seqlens": [0, 8]},
         TypeError,
         "cu_seqlens list",
+    ),
+    "parallel: offsets that a cast to int32 would wrap to 0 and 8": (
+        parallel_stickbreaking_attn,
+        [X] * 3,
+        {"cu_seqlens": cu([-(2**32), 8], torch.int64)},
+        ValueError,
+        "cu_seqlens start 0",
     ),
     "parallel: scale is a string": (parallel_stickbreaking_attn, [X] * 3, {"scale": "x"}, TypeError, "scale str"),
 }
@@ -324,6 +339,14 @@ def test_an_invalid_argument_raises_an_error(call, changes, error, words):
 def test_an_invalid_argument_of_a_drop_in_function_raises_an_error(function, arguments, options, error, words):
     with pytest.raises(error, match=mentions(words)):
         function(*arguments, **options)
+
+
+@pytest.mark.parametrize("value", [-1, -(2**70)])
+@pytest.mark.parametrize("name", ["max_seqlen", "max_seqlen_k"])
+def test_a_negative_length_without_values_of_cu_seqlens(name, value):
+    """The error names the argument of the caller also where the offsets cannot be read, as on a GPU."""
+    with FakeTensorMode(), pytest.raises(ValueError, match=mentions(f"{name} at least 0 {value}")):
+        stickbreaking_attention_varlen(*[zeros(8, 4, 16)] * 3, torch.empty(3, dtype=torch.int32), **{name: value})
 
 
 def test_the_calls_without_changes_are_valid():
