@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_sb.ops import attention
 from megatron_sb.ops.context_parallel import ContextParallelPlan, context_parallel_attention, shard_sequence
 from megatron_sb.ops.groups import Group
-from megatron_sb.validation import check_integer
+from megatron_sb.validation import check_integer, check_tensor
 
 
 @contextlib.contextmanager
@@ -63,6 +63,8 @@ def shared_sequence(
     check_integer("dim", dim)
     if attention.over_ranks is not None:
         raise ValueError(f"shared_sequence must not be inside another one, got {plan!r} inside.")
+    for i, x in enumerate(tensors):
+        check_tensor(f"tensors[{i}]", x)
     local = tuple(_shard(plan, x, dim) for x in tensors)
     attention.over_ranks = functools.partial(_attend, plan, comm=comm, hierarchical_groups=hierarchical_groups)
     try:
@@ -77,7 +79,7 @@ def shared_plan() -> ContextParallelPlan | None:
 
 
 def _shard(plan: ContextParallelPlan, x: Tensor, dim: int) -> Tensor:
-    if isinstance(x, Tensor) and -x.dim() <= dim < x.dim() and x.shape[dim] != plan.seq_len:
+    if -x.dim() <= dim < x.dim() and x.shape[dim] != plan.seq_len:
         raise ValueError(
             f"tensors must have the {plan.seq_len} rows of the plan in dimension {dim}, got {x.shape[dim]}."
         )

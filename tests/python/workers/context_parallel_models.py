@@ -234,6 +234,7 @@ def refuses_wrong_use_of_a_shared_sequence(group) -> None:
             "stickbreaking_attention_with_kvcache shared_sequence cache",
             ValueError,
         ),
+        (lambda: inside(plan, print, tensors=[torch.zeros(1, rows), None]), "tensors[1] NoneType", TypeError),
     ):
         expect_on_every_rank(call, mentions(expected), error)
     assert sb.stickbreaking_attention(x, x, x).shape == x.shape
