@@ -24,7 +24,7 @@ from transformers.utils import can_return_tuple
 
 from megatron_sb.huggingface.attention import NAME, attend
 from megatron_sb.huggingface.configuration import StickBreakingConfig
-from megatron_sb.huggingface.operators import head_output, stored_keys
+from megatron_sb.huggingface.operators import head_output, shared_plan, stored_keys
 from megatron_sb.huggingface.packing import of_step_mask, with_documents
 from megatron_sb.huggingface.saved_folder import AUTO_CLASSES, LOADER, write_card, write_code
 from megatron_sb.nn.gates import OPEN_GATE, gates_of
@@ -247,6 +247,15 @@ def _wants_router_logits(config: StickBreakingConfig, output_router_logits: bool
             "programs set it if their coefficient of the load-balancing loss (router_aux_loss_coef) is not 0."
         )
     return bool(wanted)
+
+
+def _check_labels(labels: Tensor | None, shift_labels: Tensor | None) -> None:
+    """Raise ValueError if labels would be shifted among the local rows of a shared sequence."""
+    if labels is not None and shift_labels is None and shared_plan() is not None:
+        raise ValueError(
+            "labels must be None in shared_sequence, because the next token of a row can be on another rank, got a "
+            "tensor. Shift the labels of the whole sequence, share them, and pass them as shift_labels."
+        )
 
 
 def _load_balancing_loss(config: StickBreakingConfig, outputs: MoeModelOutputWithPast, mask: Tensor | None) -> Tensor:
@@ -518,7 +527,7 @@ class StickBreakingForCausalLM(StickBreakingPreTrainedModel, GenerationMixin):
 
         Args:
             input_ids, attention_mask, position_ids, cache, past_key_values, inputs_embeds: see above.
-            labels: (b, s), usually input_ids; -100 excludes a token from the loss.
+            labels: (b, s), usually input_ids; -100 excludes a token from the loss. Not valid in `shared_sequence`.
             use_cache, output_hidden_states, output_attentions, cu_seq_lens_q: see above.
             logits_to_keep: number of last tokens to compute logits for (0: all), or their indices. Default 0.
             num_items_in_batch: divisor of the summed loss. Default None: the number of labels.
@@ -537,6 +546,7 @@ class StickBreakingForCausalLM(StickBreakingPreTrainedModel, GenerationMixin):
         """
         # Not an argument: the Trainer takes every argument with "label" in its name for a required label.
         shift_labels = kwargs.pop("shift_labels", None)
+        _check_labels(labels, shift_labels)
         keep_routing = _wants_router_logits(self.config, output_router_logits)
         outputs = self.model(
             input_ids,

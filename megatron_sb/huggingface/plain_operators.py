@@ -137,6 +137,10 @@ def stickbreaking_attention_varlen(
     return (o, torch.cat(masses, dim=1)) if return_mass else o
 
 
+def shared_plan() -> None:
+    """Return None: ranks share a sequence only with megatron_sb."""
+
+
 def is_decoding_step(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether there are fewer queries than keys. `attend_to_filled` accepts any number of queries.
 

@@ -26,7 +26,7 @@ def shared_sequence(
     `context_parallel_attention`. That holds for every thread of the process, and for models of transformers with
     `attn_implementation="stickbreaking"`. Stick-breaking attention needs no positions, so the other layers of a model
     that work on each row alone are right as they are. Shift labels before they are sharded: the next row of a local row
-    can be on another rank.
+    can be on another rank. `StickBreakingForCausalLM` raises for `labels` that it would shift itself.
 
     Sum the parameters' gradients over the group, as with `context_parallel_attention`. Run the backward in the block
     too if the model recomputes activations in it.

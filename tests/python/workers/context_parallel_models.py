@@ -207,6 +207,8 @@ def refuses_wrong_use_of_a_shared_sequence(group) -> None:
     def with_cache(cache):
         layer(x.flatten(2), cache=cache)
 
+    model, ids = StickBreakingForCausalLM(StickBreakingConfig(**SIZES)), torch.zeros(1, 8, dtype=torch.int64)
+
     for call, expected, error in (
         (lambda: inside("a plan", print), "plan ContextParallelPlan str", TypeError),
         (lambda: inside(plan, inside, plan, print), "shared_sequence inside another", ValueError),
@@ -234,10 +236,12 @@ def refuses_wrong_use_of_a_shared_sequence(group) -> None:
             "stickbreaking_attention_with_kvcache shared_sequence cache",
             ValueError,
         ),
+        (lambda: inside(plan, lambda: model(ids, labels=ids)), "labels shared_sequence shift_labels", ValueError),
         (lambda: inside(plan, print, tensors=[torch.zeros(1, rows), None]), "tensors[1] NoneType", TypeError),
     ):
         expect_on_every_rank(call, mentions(expected), error)
     assert sb.stickbreaking_attention(x, x, x).shape == x.shape
+    assert model(ids, labels=ids).loss.isfinite()
     with_cache(cache)
     assert cache.length == 8, "the refused call left rows in the cache"
 
