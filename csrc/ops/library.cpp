@@ -108,17 +108,30 @@ torch::CppFunction boxed() {
     return torch::CppFunction::makeFromBoxedFunction<&megatron_sb::ops::boxed_kernel<function>>();
 }
 
+template <auto function>
+auto without_autograd(const megatron_sb::ops::Arguments& arguments) {
+    const at::NoGradGuard no_grad;
+    return function(arguments);
+}
+
+// A kernel of an operator without autograd. A program of torch.export that was decomposed calls these operators itself,
+// and its tensors may require gradients.
+template <auto function>
+torch::CppFunction device_kernel() {
+    return boxed<without_autograd<function>>();
+}
+
 void register_device_kernels(torch::Library& m) {
     using namespace megatron_sb::ops;
-    m.impl("kvcache_forward", boxed<kvcache_forward>());
-    m.impl("kvcache_append", boxed<kvcache_append>());
-    m.impl("head_output_forward", boxed<head_output_forward>());
-    m.impl("head_output_backward", boxed<head_output_backward>());
-    m.impl("extend_forward", boxed<extend_forward_op>());
-    m.impl("extend_backward", boxed<extend_backward_op>());
-    m.impl("segments", boxed<segments>());
-    m.impl("block_forward", boxed<block_forward_op>());
-    m.impl("block_backward", boxed<block_backward_op>());
+    m.impl("kvcache_forward", device_kernel<kvcache_forward>());
+    m.impl("kvcache_append", device_kernel<kvcache_append>());
+    m.impl("head_output_forward", device_kernel<head_output_forward>());
+    m.impl("head_output_backward", device_kernel<head_output_backward>());
+    m.impl("extend_forward", device_kernel<extend_forward_op>());
+    m.impl("extend_backward", device_kernel<extend_backward_op>());
+    m.impl("segments", device_kernel<segments>());
+    m.impl("block_forward", device_kernel<block_forward_op>());
+    m.impl("block_backward", device_kernel<block_backward_op>());
 }
 
 }  // namespace

@@ -7,7 +7,11 @@ from support.inputs import STRIDES, make_inputs, strided
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_sb import stickbreaking_attention, stickbreaking_attention_varlen
+from megatron_sb import (
+    stickbreaking_attention,
+    stickbreaking_attention_varlen,
+    stickbreaking_attention_with_kvcache,
+)
 from megatron_sb.compat import sb_attn_varlen
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -128,6 +132,46 @@ def test_ahead_of_time_compilation(device, tmp_path):
         assert [o.dtype for o in actual] == [*dtypes]
         for o, eager in zip(actual, expected, strict=True):
             torch.testing.assert_close(o, eager)
+
+
+class TestDecomposedProgram:
+    """A program of torch.export calls the operators without autograd itself, once it is decomposed."""
+
+    @staticmethod
+    def decomposed(model, *arguments):
+        with torch.no_grad():
+            return torch.export.export(model, arguments).run_decompositions().module()
+
+    def test_tensors_that_require_gradients(self, device):
+        """Its results are those of the model, also while gradients are recorded."""
+
+        class Model(torch.nn.Module):
+            def forward(self, x, gates, bias):
+                options = {"forget_gate": gates, "key_bias": bias, "logits": "euclidean", "mass_threshold": 0.0}
+                return stickbreaking_attention(x, x, x, **options)
+
+        arguments = torch.randn(1, 9, 2, 16), torch.rand(1, 9, 2), torch.randn(1, 9, 2)
+        program = self.decomposed(Model(), *arguments)
+        recorded = program(*(x.clone().requires_grad_() for x in arguments))
+        assert torch.equal(recorded.detach(), Model()(*arguments))
+
+    def test_caches_stay_without_gradients(self, device):
+        """Appended keys that require gradients leave no graph in a cache, which would grow with each step."""
+
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("cache", torch.zeros(1, 8, 2, 16))
+
+            def forward(self, x, cache_seqlens):
+                keys = {"cache_seqlens": cache_seqlens, "k": x, "v": x}
+                return stickbreaking_attention_with_kvcache(x, self.cache, self.cache.clone(), **keys)
+
+        x = torch.randn(1, 1, 2, 16)
+        program = self.decomposed(Model(), x, cu(3))
+        program(x.clone().requires_grad_(), cu(3))
+        assert torch.equal(program.cache[0, 3], x[0, 0])
+        assert not program.cache.requires_grad
 
 
 class TestAutocast:
