@@ -59,24 +59,15 @@ struct BackwardScratch {
             tile.q_t = memory.take<T>(kTile * d);          // (d, query)
             tile.d_o_t = memory.take<T>(kTile * d_v);      // (d_v, query)
             tile.dq_t = memory.take<T>(kTile * d);         // (d, query)
-            tile.mass =
-                memory.take<T>(kTile);  // at the newer edge of the previous tile; 0 in rows that have not started
-            tile.prefix = memory.take<T>(kTile);  // b
-        }
-    }
-
-    // Clears the columns between the head dimension and the pitch, which the products read.
-    void clear_padding() {
-        for (BackwardQueries<T>& tile : queries) {
-            std::fill(tile.q, tile.q + kTile * d_pitch, T(0));
-            std::fill(tile.d_o, tile.d_o + kTile * d_v_pitch, T(0));
+            tile.mass = memory.take<T>(kTile);             // at the last newer edge; 0 in rows that have not started
+            tile.prefix = memory.take<T>(kTile);           // b
         }
     }
 };
 
 // The turn of a task to add to dk and dv of its KV head. All tasks of a KV head have a position. At each key tile they
-// take turns in the order of their positions. So the sums have the same order with any number of threads,
-// and no thread needs sums of its own.
+// take turns in the order of their positions. So the sums have the same order with any number of threads, and no thread
+// needs sums of its own.
 //
 // Hand-over: progress[c] is the first key row to which position c may still add. The thread of position c stores it
 // with release after its additions to older rows. Threads of later positions load it with acquire before theirs.
@@ -361,7 +352,6 @@ void run(const BackwardParams& params, const Work& work) {
     {
         Arena memory(scratch_of_this_thread(work));
         BackwardScratch<T> scratch(memory, z);
-        scratch.clear_padding();
         for (int64_t i = next_task(work); i < tasks; i = next_task(work)) {
             const int64_t kv_head = i % kv_heads, position = i / kv_heads;
             const int batch = int(kv_head / z.num_kv_heads);

@@ -72,16 +72,18 @@ inline int64_t offset(const Rows<Pointer>& rows, int64_t batch, int64_t row, int
     return batch * rows.batch_stride + row * rows.row_stride + head * rows.head_stride;
 }
 
-// Copies `count` rows into an array (kTile, width) of T with rows of `pitch` values. Writes zeros to the following
-// rows, up to `padded`.
+// Copies `count` rows into an array (kTile, width) of T with rows of `pitch` values. Writes zeros after the width of
+// each row, and to the following rows, up to `padded`.
 template <class T>
 void pack_rows(Dtype dtype, const Rows<const void*>& rows, int64_t batch, int64_t row, int64_t head, int count,
                int padded, int width, int pitch, T* out) {
     with_element(dtype, [&](auto element) {
         using Element = decltype(element);
         const Element* from = static_cast<const Element*>(rows.data) + offset(rows, batch, row, head);
-        for (int r = 0; r < count; ++r)
+        for (int r = 0; r < count; ++r) {
             for (int c = 0; c < width; ++c) out[r * pitch + c] = T(from[r * rows.row_stride + c]);
+            std::fill(out + r * pitch + width, out + (r + 1) * pitch, T(0));
+        }
     });
     std::fill(out + count * pitch, out + padded * pitch, T(0));
 }
@@ -154,16 +156,12 @@ template <class T, bool kAdd>
 inline void multiply(const Scalars<T>& a, const T* b, int b_pitch, int rows, int columns, int depth, T* c,
                      int c_pitch) {
     constexpr int kRows = SB_VECTOR_BYTES == 64 ? 4 : 3;
-    for (int r = 0; r < rows;) {
-        const Scalars<T> a_rows = {a.data + r * a.row_stride, a.row_stride, a.column_stride};
-        if ((rows - r) % kRows == 0) {
-            multiply_rows<T, kRows, kAdd>(a_rows, b, b_pitch, columns, depth, c + r * c_pitch, c_pitch);
-            r += kRows;
-        } else {
-            multiply_rows<T, 2, kAdd>(a_rows, b, b_pitch, columns, depth, c + r * c_pitch, c_pitch);
-            r += 2;
-        }
-    }
+    const auto from = [&a](int r) { return Scalars<T>{a.data + r * a.row_stride, a.row_stride, a.column_stride}; };
+    int r = 0;
+    for (; (rows - r) % kRows != 0; r += 2)
+        multiply_rows<T, 2, kAdd>(from(r), b, b_pitch, columns, depth, c + r * c_pitch, c_pitch);
+    for (; r < rows; r += kRows)
+        multiply_rows<T, kRows, kAdd>(from(r), b, b_pitch, columns, depth, c + r * c_pitch, c_pitch);
 }
 
 // ---- query tiles and key tiles -------------------------------------------------------------------------------------
