@@ -2,13 +2,15 @@
 
 One GPU computes what one of several ranks would. Only the kernels of this library are timed: nothing is sent, copied or
 cleared, so this is the bound that these leave. A line has the speed of both, and their ratio: 1 means that the table
-costs nothing. The calls are those of the modes: "gather" is one call with the keys of the whole stream, "ring" one call
-for each chunk of keys, "needed keys" one call for the documents that only this rank has and one for the others, with
-the keys that they need. The inputs are the "full" ones of attention.py, where nothing can be skipped. Packed documents
-are as short and as long as those of context_parallel.py.
+costs nothing. The calls are those of the modes: "gather" is one call with the keys of the whole stream. "ring" is one
+call for each chunk of keys, and the two chunks of a step are computed side by side. "needed keys" is one call for the
+documents that only this rank has, and one for the others, with the keys that they need. The inputs are the "full" ones
+of attention.py, where nothing can be skipped. Packed documents are as short and as long as those of
+context_parallel.py.
 """
 
 import argparse
+import functools
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -65,30 +67,61 @@ class Block:
         return int((rising * offset + rising * (rising - 1) // 2 + (q_len - rising) * k_len).sum())
 
 
-class Blocks:
-    """Calls of the block operators, with inputs of their own."""
+def side_by_side(calls: list[Callable[[], object]]) -> None:
+    """Make one or two calls. On a GPU, the second one has a stream of its own, as in csrc/ops/side_stream.h."""
+    if len(calls) == 1 or not on_gpu():
+        for call in calls:
+            call()
+        return
+    first, second = calls
+    main, side = torch.cuda.current_stream(), side_stream()
+    begin = main.record_event()
+    first()
+    side.wait_event(begin)
+    with torch.cuda.stream(side):
+        second()
+    main.wait_stream(side)
 
-    def __init__(self, blocks: list[Block]) -> None:
+
+@functools.cache
+def side_stream() -> torch.cuda.Stream:
+    """Return the stream of second calls."""
+    return torch.cuda.Stream()
+
+
+class Blocks:
+    """Steps of one or two calls of the block operators, with inputs of their own."""
+
+    def __init__(self, steps: list[list[Block]]) -> None:
+        blocks = [block for step in steps for block in step]
+        self.num_calls = len(blocks)
         self.pairs = sum(block.pairs for block in blocks)
         self._q, _, _, self._do = draw_inputs("full", 1, max(b.num_queries for b in blocks), HEADS, HEAD_DIM)
         _, self._k, self._v, _ = draw_inputs("full", 1, max(b.num_keys for b in blocks), HEADS, HEAD_DIM)
-        self._calls = [(torch.from_numpy(b.segments).to(self._q.device), b.num_queries, b.num_keys) for b in blocks]
-        self._options = {"scale": HEAD_DIM**-0.5}
-        self._records = [records for _, _, *records in self.forward()]
+        device = self._q.device
+        self._steps = [[(torch.from_numpy(b.segments).to(device), b.num_queries, b.num_keys) for b in s] for s in steps]
+        self._records = [[self._forward(*call)[2:] for call in step] for step in self._steps]
 
-    def forward(self) -> list[tuple[torch.Tensor, ...]]:
+    def _forward(self, segments: torch.Tensor, rows: int, keys: int) -> tuple[torch.Tensor, ...]:
+        """Call block_forward."""
+        inputs = (self._q[:, :rows], self._k[:, :keys], self._v[:, :keys])
+        return torch.ops.megatron_sb.block_forward(*inputs, segments, scale=HEAD_DIM**-0.5)
+
+    def _backward(self, call: tuple[torch.Tensor, int, int], records: tuple[torch.Tensor, ...]) -> None:
+        """Call block_backward with the records of the forward."""
+        segments, rows, keys = call
+        inputs = (self._do[:, :rows], self._q[:, :rows], self._k[:, :keys], self._v[:, :keys])
+        torch.ops.megatron_sb.block_backward(*inputs, segments, *records, scale=HEAD_DIM**-0.5)
+
+    def forward(self) -> None:
         """Call block_forward for every block."""
-        forward = torch.ops.megatron_sb.block_forward
-        return [
-            forward(self._q[:, :rows], self._k[:, :keys], self._v[:, :keys], segments, **self._options)
-            for segments, rows, keys in self._calls
-        ]
+        for step in self._steps:
+            side_by_side([functools.partial(self._forward, *call) for call in step])
 
     def backward(self) -> None:
         """Call block_backward for every block."""
-        for (segments, rows, keys), records in zip(self._calls, self._records, strict=True):
-            inputs = (self._do[:, :rows], self._q[:, :rows], self._k[:, :keys], self._v[:, :keys])
-            torch.ops.megatron_sb.block_backward(*inputs, segments, *records, **self._options)
+        for step, records in zip(self._steps, self._records, strict=True):
+            side_by_side([functools.partial(self._backward, *each) for each in zip(step, records, strict=True)])
 
 
 def kernel_ms(call: Callable[[], object]) -> float:
@@ -117,25 +150,25 @@ def median_ms(calls: dict[str, Callable[[], object]], seconds: float) -> dict[st
 def dense(pairs: int) -> Blocks:
     """Return a causal sequence with about as many pairs."""
     length = max(1, round((2 * pairs) ** 0.5 / 128)) * 128
-    return Blocks([Block(np.array([[0, length, 0, length, 0]], dtype=np.int32), length, length)])
+    return Blocks([[Block(np.array([[0, length, 0, length, 0]], dtype=np.int32), length, length)]])
 
 
-def sequence_blocks(ranks: int, rank: int, rows_per_rank: int) -> Iterator[tuple[str, list[Block]]]:
-    """Yield the calls of a rank for one sequence in zigzag."""
+def sequence_steps(ranks: int, rank: int, rows_per_rank: int) -> Iterator[tuple[str, list[list[Block]]]]:
+    """Yield the calls of a rank for one sequence in zigzag, by steps."""
     length = ranks * rows_per_rank
     split = Split.of(ranks, np.array([length]), "zigzag", "whole_stream")
     rows, stream = np.sort(split.rows[rank]), np.arange(length)
-    yield "one sequence, zigzag, gather", [Block.of(rows, stream, split.cu_seqlens)]
-    ring = []
-    for chunk in np.split(stream, 2 * ranks):
-        seeing = rows[rows >= chunk[0]]
-        if len(seeing):
-            ring.append(Block.of(seeing, chunk, split.cu_seqlens))
+    yield "one sequence, zigzag, gather", [[Block.of(rows, stream, split.cu_seqlens)]]
+    chunks, ring = np.split(stream, 2 * ranks), []
+    for step in range(ranks):  # csrc/plan/schedule.h
+        low, high = (rank - step) % ranks, 2 * ranks - 1 - (rank + step) % ranks
+        seen = [(rows[rows >= chunks[chunk][0]], chunks[chunk]) for chunk in (low, high)]
+        ring.append([Block.of(seeing, keys, split.cu_seqlens) for seeing, keys in seen if len(seeing)])
     yield "one sequence, zigzag, ring", ring
 
 
-def packed_blocks(ranks: int, rank: int, rows_per_rank: int) -> tuple[str, list[Block]]:
-    """Return the calls of a rank for packed documents in the layout balanced."""
+def packed_steps(ranks: int, rank: int, rows_per_rank: int) -> tuple[str, list[list[Block]]]:
+    """Return the calls of a rank for packed documents in the layout balanced, by steps."""
     length = ranks * rows_per_rank
     lengths = draw_lengths(length, max(1, length // MEAN), SHORTEST, LONGEST, seed=0)
     split = Split.of(ranks, np.array(lengths), "balanced", "per_document")
@@ -150,18 +183,18 @@ def packed_blocks(ranks: int, rank: int, rows_per_rank: int) -> tuple[str, list[
     if len(shared):
         needed = [np.arange(begin, end) for begin, end in zip(*needed_keys(shared, offsets), strict=True)]
         blocks.append(Block.of(shared, np.concatenate(needed), offsets))
-    return "packed, balanced, needed keys", blocks
+    return "packed, balanced, needed keys", [[block] for block in blocks]
 
 
-def measure(name: str, blocks: list[Block], seconds: float) -> Iterator[dict]:
+def measure(name: str, steps: list[list[Block]], seconds: float) -> Iterator[dict]:
     """Measure the calls and a dense sequence in both directions: milliseconds and TFLOP/s."""
-    of_rank = Blocks(blocks)
+    of_rank = Blocks(steps)
     contenders = {"rank": of_rank, "dense": dense(of_rank.pairs)}
     for direction in ("forward", "backward"):
         ms = median_ms({key: getattr(contender, direction) for key, contender in contenders.items()}, seconds)
         flops = 4 * HEADS * HEAD_DIM * FACTORS[direction]  # of a pair
         tflops = {key: flops * contender.pairs / ms[key] / 1e9 for key, contender in contenders.items()}
-        yield {"case": name, "direction": direction, "calls": len(blocks), "ms": ms, "tflops": tflops}
+        yield {"case": name, "direction": direction, "calls": of_rank.num_calls, "ms": ms, "tflops": tflops}
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict]:
@@ -169,8 +202,8 @@ def rows(options: argparse.Namespace) -> Iterator[dict]:
     rows_per_rank = options.rows_per_rank if on_gpu() else max(16, options.rows_per_rank // DRY_RUN_FACTOR)
     for ranks in options.ranks:
         middle = ranks // 2, rows_per_rank
-        for name, blocks in (*sequence_blocks(ranks, *middle), packed_blocks(ranks, *middle)):
-            yield from measure(f"{ranks} ranks, {name}", blocks, options.seconds)
+        for name, steps in (*sequence_steps(ranks, *middle), packed_steps(ranks, *middle)):
+            yield from measure(f"{ranks} ranks, {name}", steps, options.seconds)
 
 
 def line(row: dict) -> str:

@@ -13,9 +13,10 @@
 //           prefix of the run = block_backward(dO, q, block, prefix_in = prefix of the run), which adds to dq
 //           send the gradients of the block
 //
-// Both repeat this for each group of KV heads. Only all_gather has several groups. The documents that no other rank has
-// (own_documents.h) are computed while the first blocks arrive, and in the backward while the gradients travel, which
-// have twice as many bytes.
+// Both repeat this for each group of KV heads. Only all_gather has several groups. A step of a ring in zigzag may have
+// two blocks. They belong to different runs, so small ones are computed side by side. The documents that no other rank
+// has (own_documents.h) are computed while the first blocks arrive, and in the backward while the gradients travel,
+// which have twice as many bytes.
 #include "distributed/driver.h"
 
 #include <ATen/ATen.h>
@@ -25,6 +26,7 @@
 #include "distributed/fold.h"
 #include "distributed/key_source.h"
 #include "distributed/own_documents.h"
+#include "ops/side_stream.h"
 #include "ops/tensors.h"
 
 namespace megatron_sb::distributed {
@@ -79,6 +81,41 @@ std::vector<Tensor> initial_prefixes(const SegmentTables& tables, const GroupRec
     return prefixes;
 }
 
+// Whether the two blocks of a step of a ring are computed side by side. With more rows, each of them fills the GPU by
+// itself. On two H200s, with 12 heads, side by side is faster with chunks of 4,096 rows, and not with 16,384 and 32,768
+// (docs/design/ring.md).
+bool computed_side_by_side(const SegmentTables& tables, const Tensor& q) {
+    constexpr int64_t kMostRowsOfHeads = 65536;
+    return tables.runs.size() > 1 && q.size(0) * q.size(2) * tables.runs[0].num_rows <= kMostRowsOfHeads;
+}
+
+// Calls prepare(i) and compute(i) for each block of a step that queries of this rank see. If two blocks are computed
+// side by side, both are prepared before, and compute() of the second one is second() of ops::side_by_side().
+template <class Prepare, class Compute>
+void compute_blocks(const SegmentTables& tables, const std::vector<KeyBlock>& blocks, const Tensor& q,
+                    const Prepare& prepare, const Compute& compute) {
+    std::vector<size_t> seen;
+    for (size_t i = 0; i < blocks.size(); ++i) {
+        if (tables.segments[blocks[i].buffer].defined()) seen.push_back(i);
+    }
+    if (seen.size() == 2 && computed_side_by_side(tables, q)) {
+        for (const size_t i : seen) prepare(i);
+        ops::side_by_side(
+            q.device(), [&] { compute(seen[0]); }, [&] { return compute(seen[1]); });
+    } else {
+        for (const size_t i : seen) prepare(i), compute(i);
+    }
+}
+
+// Returns a view of dq for each run. If blocks are computed side by side, the newest run gets a tensor of zeros
+// instead: it is computed beside the others, which have the same rows.
+std::vector<Tensor> dq_of_runs(const SegmentTables& tables, const Tensor& dq) {
+    std::vector<Tensor> parts;
+    for (const plan::Run& run : tables.runs) parts.push_back(run_rows(dq, 1, run));
+    if (computed_side_by_side(tables, dq)) parts[0] = at::zeros(parts[0].sizes(), dq.options());
+    return parts;
+}
+
 RankOutput forward_with(KeySource& keys, const RankCall& call, bool keep_records) {
     const SegmentTables& tables = call.plan.tables(call.comm);
     // The output of one block is the result. The outputs of several blocks are summed in the accumulation type.
@@ -93,20 +130,23 @@ RankOutput forward_with(KeySource& keys, const RankCall& call, bool keep_records
         record.restart_edge.resize(tables.segments.size());
         record.restart_mass.resize(tables.segments.size());
         std::vector<Partial> partials(tables.runs.size());
+        const auto compute = [&](const KeyBlock& block) -> std::vector<Tensor> {
+            const int run = tables.run_of[block.buffer];
+            const Partial newer = partials[run];
+            const ops::BlockOutput out =
+                ops::block_forward(run_rows(q, 1, tables.runs[run]), block.k, block.v, tables.segments[block.buffer],
+                                   ops::if_defined(newer.mass), options, o_type, ops::if_defined(newer.o));
+            partials[run] = {out.o, out.mass};
+            record.restart_edge[block.buffer] = out.restart_edge;
+            record.restart_mass[block.buffer] = out.restart_mass;
+            return {out.o, out.mass, out.restart_edge, out.restart_mass, newer.mass};
+        };
         for (int step = 0; step < keys.num_steps(); ++step) {
-            for (const KeyBlock& block : keys.next_blocks()) {
-                if (keep_records && call.plan.keeps_keys(call.comm)) record.k = block.k, record.v = block.v;
-                const Tensor& segments = tables.segments[block.buffer];
-                if (!segments.defined()) continue;  // no query of this rank sees the block
-                const int run = tables.run_of[block.buffer];
-                Partial& partial = partials[run];
-                const ops::BlockOutput out =
-                    ops::block_forward(run_rows(q, 1, tables.runs[run]), block.k, block.v, segments,
-                                       ops::if_defined(partial.mass), options, o_type, ops::if_defined(partial.o));
-                partial = {out.o, out.mass};
-                record.restart_edge[block.buffer] = out.restart_edge;
-                record.restart_mass[block.buffer] = out.restart_mass;
-            }
+            const std::vector<KeyBlock> blocks = keys.next_blocks();
+            // Only modes with one block keep their keys.
+            if (keep_records && call.plan.keeps_keys(call.comm)) record.k = blocks[0].k, record.v = blocks[0].v;
+            compute_blocks(
+                tables, blocks, q, [](size_t) {}, [&](size_t i) { return compute(blocks[i]); });
         }
         const Partial whole =
             fold_runs(tables, partials, q, call.v.size(3), options.mass_threshold, keep_records ? &record : nullptr);
@@ -126,30 +166,35 @@ Tensor backward_with(KeySource& keys, const RankCall& call, const Tensor& d_o, c
     const bool one_block = is_one_block(tables, call.q);  // which writes dq. Several blocks add to it
     const auto dq_options = call.q.options().dtype(type);
     const Tensor dq = one_block ? at::empty(call.q.sizes(), dq_options) : at::zeros(call.q.sizes(), dq_options);
+    const std::vector<Tensor> dq_of_run = dq_of_runs(tables, dq);
     for (int group = 0; group < keys.num_groups(); ++group) {
         const HeadRange kv_heads = keys.heads(group);
         const ops::BlockOptions options = options_of_heads(call, kv_heads);
         const GroupRecord& record = records[group];
-        const auto rows = [&](const Tensor& x, int run) {
-            return run_rows(query_heads(call, x, 2, kv_heads), 1, tables.runs[run]);
+        const Tensor group_q = query_heads(call, call.q, 2, kv_heads), group_d_o = query_heads(call, d_o, 2, kv_heads);
+        std::vector<Tensor> prefixes =
+            initial_prefixes(tables, record, group_d_o, query_heads(call, oldest_prefix, 1, kv_heads));
+        const auto compute = [&](const KeyBlock& block, const KeyGradients& to) -> std::vector<Tensor> {
+            const int run = tables.run_of[block.buffer];
+            const Tensor older = prefixes[run];
+            const ops::BlockGradients gradients{query_heads(call, dq_of_run[run], 2, kv_heads), to.dk, to.dv,
+                                                !one_block};
+            prefixes[run] = ops::block_backward(
+                run_rows(group_d_o, 1, tables.runs[run]), run_rows(group_q, 1, tables.runs[run]), block.k, block.v,
+                tables.segments[block.buffer], record.restart_edge[block.buffer], record.restart_mass[block.buffer],
+                ops::if_defined(record.mass_in[run]), older, options, gradients, tables.most_keys);
+            return {older, prefixes[run]};
         };
-        std::vector<Tensor> prefixes = initial_prefixes(tables, record, query_heads(call, d_o, 2, kv_heads),
-                                                        query_heads(call, oldest_prefix, 1, kv_heads));
         for (int step = 0; step < keys.num_steps(); ++step) {
             const std::vector<KeyBlock> blocks = keys.next_blocks();
-            for (size_t i = 0; i < blocks.size(); ++i) {
-                const int buffer = blocks[i].buffer, run = tables.run_of[buffer];
-                if (!tables.segments[buffer].defined()) continue;
-                const KeyGradients key_gradients = keys.gradients(i);
-                const ops::BlockGradients gradients{rows(dq, run), key_gradients.dk, key_gradients.dv, !one_block};
-                prefixes[run] = ops::block_backward(rows(d_o, run), rows(call.q, run), blocks[i].k, blocks[i].v,
-                                                    tables.segments[buffer], record.restart_edge[buffer],
-                                                    record.restart_mass[buffer], ops::if_defined(record.mass_in[run]),
-                                                    prefixes[run], options, gradients, tables.most_keys);
-            }
+            std::vector<KeyGradients> to(blocks.size());
+            compute_blocks(
+                tables, blocks, group_q, [&](size_t i) { to[i] = keys.gradients(i); },
+                [&](size_t i) { return compute(blocks[i], to[i]); });
             keys.finish_step();
         }
     }
+    if (computed_side_by_side(tables, dq)) run_rows(dq, 1, tables.runs[0]).add_(dq_of_run[0]);
     return dq;
 }
 

@@ -98,6 +98,7 @@ def test_number_of_heads_limits_the_ranks_of_a2a(script):
 @pytest.mark.parametrize(
     ("record", "modes", "gpus"),
     [
+        ("2026-11-30-2xh200", MODES, (2,)),
         ("2026-11-29-2xh200", MODES, (2,)),
         ("2026-11-28-2xh200", ("all_gather", "a2a"), (2,)),  # p2p had more passes then
         ("2026-11-28-4xh200", ("all_gather", "a2a"), (4,)),
@@ -119,7 +120,7 @@ def test_predictions_agree_with_measurements(script, record, modes, gpus):
 
 
 def test_the_command_names_rows_that_are_off(script, capsys):
-    measured = RESULTS / "2026-11-29-2xh200-context-parallel.json"
+    measured = RESULTS / "2026-11-30-2xh200-context-parallel.json"
     assert script.compare(measured, within=0.1) and " off " not in capsys.readouterr().out
     assert not script.compare(measured, within=0.001) and " off " in capsys.readouterr().out
 

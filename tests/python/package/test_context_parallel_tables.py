@@ -33,13 +33,15 @@ def test_blocks_have_the_pairs_of_the_stream(script, ranks):
     """Each pair of a row and an older key of its document is in one block of a mode."""
     length = 96 * ranks
     for mode in range(2):
-        blocks = [[*script.sequence_blocks(ranks, rank, 96)][mode][1] for rank in range(ranks)]
-        assert sum(block.pairs for of_rank in blocks for block in of_rank) == length * (length - 1) // 2
+        steps = [step for rank in range(ranks) for step in [*script.sequence_steps(ranks, rank, 96)][mode][1]]
+        assert sum(block.pairs for step in steps for block in step) == length * (length - 1) // 2
+        assert max(map(len, steps)) == mode + 1
     lengths = script.draw_lengths(length, length // script.MEAN, script.SHORTEST, script.LONGEST, seed=0)
-    blocks = [script.packed_blocks(ranks, rank, 96)[1] for rank in range(ranks)]
-    assert sum(block.pairs for of_rank in blocks for block in of_rank) == sum(n * (n - 1) // 2 for n in lengths)
+    of_ranks = [script.packed_steps(ranks, rank, 96)[1] for rank in range(ranks)]
+    pairs = sum(block.pairs for steps in of_ranks for (block,) in steps)
+    assert pairs == sum(n * (n - 1) // 2 for n in lengths)
     assert len(lengths) == 96 * ranks // 30
-    assert max(map(len, blocks)) == 2
+    assert max(map(len, of_ranks)) == 2
 
 
 def test_a_block_computes_its_rows(script):
