@@ -81,27 +81,25 @@ std::vector<Tensor> initial_prefixes(const SegmentTables& tables, const GroupRec
     return prefixes;
 }
 
-// Whether the two blocks of a step of a ring are computed side by side. With more rows, each of them fills the GPU by
-// itself. On two H200s, with 12 heads, side by side is faster with chunks of 4,096 rows, and not with 16,384 and 32,768
-// (docs/design/ring.md).
-bool computed_side_by_side(const SegmentTables& tables, const Tensor& q) {
-    constexpr int64_t kMostRowsOfHeads = 65536;
-    return tables.runs.size() > 1 && q.size(0) * q.size(2) * tables.runs[0].num_rows <= kMostRowsOfHeads;
+// Whether the two blocks of a step of a ring are computed side by side.
+bool computed_side_by_side(const RankCall& call) {
+    const std::vector<plan::Run>& runs = call.plan.tables(call.comm).runs;
+    return runs.size() > 1 && call.q.size(0) * call.q.size(2) * runs[0].num_rows <= call.plan.most_rows_side_by_side;
 }
 
 // Calls prepare(i) and compute(i) for each block of a step that queries of this rank see. If two blocks are computed
 // side by side, both are prepared before, and compute() of the second one is second() of ops::side_by_side().
 template <class Prepare, class Compute>
-void compute_blocks(const SegmentTables& tables, const std::vector<KeyBlock>& blocks, const Tensor& q,
-                    const Prepare& prepare, const Compute& compute) {
+void compute_blocks(const RankCall& call, const std::vector<KeyBlock>& blocks, const Prepare& prepare,
+                    const Compute& compute) {
     std::vector<size_t> seen;
     for (size_t i = 0; i < blocks.size(); ++i) {
-        if (tables.segments[blocks[i].buffer].defined()) seen.push_back(i);
+        if (call.plan.tables(call.comm).segments[blocks[i].buffer].defined()) seen.push_back(i);
     }
-    if (seen.size() == 2 && computed_side_by_side(tables, q)) {
+    if (seen.size() == 2 && computed_side_by_side(call)) {
         for (const size_t i : seen) prepare(i);
         ops::side_by_side(
-            q.device(), [&] { compute(seen[0]); }, [&] { return compute(seen[1]); });
+            call.q.device(), [&] { compute(seen[0]); }, [&] { return compute(seen[1]); });
     } else {
         for (const size_t i : seen) prepare(i), compute(i);
     }
@@ -109,10 +107,10 @@ void compute_blocks(const SegmentTables& tables, const std::vector<KeyBlock>& bl
 
 // Returns a view of dq for each run. If blocks are computed side by side, the newest run gets a tensor of zeros
 // instead: it is computed beside the others, which have the same rows.
-std::vector<Tensor> dq_of_runs(const SegmentTables& tables, const Tensor& dq) {
+std::vector<Tensor> dq_of_runs(const RankCall& call, const Tensor& dq) {
     std::vector<Tensor> parts;
-    for (const plan::Run& run : tables.runs) parts.push_back(run_rows(dq, 1, run));
-    if (computed_side_by_side(tables, dq)) parts[0] = at::zeros(parts[0].sizes(), dq.options());
+    for (const plan::Run& run : call.plan.tables(call.comm).runs) parts.push_back(run_rows(dq, 1, run));
+    if (computed_side_by_side(call)) parts[0] = at::zeros(parts[0].sizes(), dq.options());
     return parts;
 }
 
@@ -146,7 +144,7 @@ RankOutput forward_with(KeySource& keys, const RankCall& call, bool keep_records
             // Only modes with one block keep their keys.
             if (keep_records && call.plan.keeps_keys(call.comm)) record.k = blocks[0].k, record.v = blocks[0].v;
             compute_blocks(
-                tables, blocks, q, [](size_t) {}, [&](size_t i) { return compute(blocks[i]); });
+                call, blocks, [](size_t) {}, [&](size_t i) { return compute(blocks[i]); });
         }
         const Partial whole =
             fold_runs(tables, partials, q, call.v.size(3), options.mass_threshold, keep_records ? &record : nullptr);
@@ -166,7 +164,7 @@ Tensor backward_with(KeySource& keys, const RankCall& call, const Tensor& d_o, c
     const bool one_block = is_one_block(tables, call.q);  // which writes dq. Several blocks add to it
     const auto dq_options = call.q.options().dtype(type);
     const Tensor dq = one_block ? at::empty(call.q.sizes(), dq_options) : at::zeros(call.q.sizes(), dq_options);
-    const std::vector<Tensor> dq_of_run = dq_of_runs(tables, dq);
+    const std::vector<Tensor> dq_of_run = dq_of_runs(call, dq);
     for (int group = 0; group < keys.num_groups(); ++group) {
         const HeadRange kv_heads = keys.heads(group);
         const ops::BlockOptions options = options_of_heads(call, kv_heads);
@@ -189,12 +187,12 @@ Tensor backward_with(KeySource& keys, const RankCall& call, const Tensor& d_o, c
             const std::vector<KeyBlock> blocks = keys.next_blocks();
             std::vector<KeyGradients> to(blocks.size());
             compute_blocks(
-                tables, blocks, group_q, [&](size_t i) { to[i] = keys.gradients(i); },
+                call, blocks, [&](size_t i) { to[i] = keys.gradients(i); },
                 [&](size_t i) { return compute(blocks[i], to[i]); });
             keys.finish_step();
         }
     }
-    if (computed_side_by_side(tables, dq)) run_rows(dq, 1, tables.runs[0]).add_(dq_of_run[0]);
+    if (computed_side_by_side(call)) run_rows(dq, 1, tables.runs[0]).add_(dq_of_run[0]);
     return dq;
 }
 

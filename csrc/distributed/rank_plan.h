@@ -48,6 +48,10 @@ enum class Comm : int8_t {
 // - a2a sends each row range to its place in the joint buffer. With fewer rows the host is the bottleneck, at about
 //   9 us for each message. The rows then travel as one collective and are sorted afterwards.
 constexpr int64_t kRowsToSplitHeads = 32768;
+// p2p computes the two blocks of a step side by side, if all heads of a batch have at most so many query rows in a
+// chunk together. With more, each block fills the GPU by itself. On two H200s, with 12 heads, p2p is faster in this way
+// with chunks of 4,096 rows, and not with 16,384 and 32,768 (docs/design/ring.md).
+constexpr int64_t kMostRowsSideBySide = 65536;
 constexpr size_t kMaxRowRanges = 8;  // the most row ranges of a rank that are sent as one message each
 constexpr int64_t kMaxHeadGroups = 4;
 
@@ -95,6 +99,7 @@ struct RankPlan {
     std::vector<std::vector<plan::RowRange>> row_ranges = {};
     std::optional<KeyRowPlan> key_rows = {};
     int64_t rows_to_split_heads;
+    int64_t most_rows_side_by_side = kMostRowsSideBySide;
 
     // Returns every tensor above that is defined.
     std::vector<at::Tensor> tensors() const;

@@ -94,8 +94,9 @@ std::vector<LayoutAndMode> layouts_and_modes(int size) {
     return all;
 }
 
-// Some streams of these tests are longer and others are shorter, so the tests cover both ways to send rows.
-constexpr int64_t kTestRowsToSplitHeads = 100;
+// Some streams of these tests are longer and others are shorter, so the tests cover both ways to send rows, and blocks
+// that are computed side by side or one after the other.
+constexpr int64_t kTestRowsToSplitHeads = 100, kTestRowsSideBySide = 50;
 
 // The process groups of a mode: one that exchanges heads for each rank of the ring, and one that exchanges keys for
 // each rank of the all-to-all.
@@ -111,6 +112,7 @@ class Groups {
         const int a2a_rank = rank % mode_.a2a_size, p2p_rank = rank / mode_.a2a_size;
         auto plan =
             std::make_shared<RankPlan>(make_rank_plan(partition, rank, device, mode_.a2a_size, kTestRowsToSplitHeads));
+        plan->most_rows_side_by_side = kTestRowsSideBySide;
         // Other layouts use the ring also where a plan would not.
         const Comm comm = partition.has_ring() ? mode_.comm : plan->transfer(mode_.comm);
         return {mode_.a2a_size > 1 ? heads_[p2p_rank].transport(a2a_rank) : nullptr,
