@@ -212,7 +212,10 @@ class Job:
             rate = learning_rate(stage, progress.step)
             every = config.report.attention_interval
             observe = config.has_sticks(model) and every > 0 and (progress.step + 1) % every == 0
-            share, norm = engine.train_step(step.micro_batches, num_tokens, rate, observe=observe)
+            num_inputs = sum(int(row.cu_seqlens[-1]) for row in step.rows)
+            share, norm = engine.train_step(
+                step.micro_batches, num_tokens, rate, num_inputs=num_inputs, observe=observe
+            )
             own = torch.tensor([norm, *self._stop.flags()], dtype=torch.float64, device=share.device)
             counts = engine.attention_counts.stack()
             sums = engine.sum_over_ranks(torch.cat([share[None], own, counts.flatten()]))

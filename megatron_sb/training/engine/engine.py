@@ -137,7 +137,13 @@ class Engine:
         return stage_fields(self._config, self._name, stage) == self._stage_fields
 
     def train_step(
-        self, batches: list[Batch], num_tokens: int, learning_rate: float, *, observe: bool = False
+        self,
+        batches: list[Batch],
+        num_tokens: int,
+        learning_rate: float,
+        *,
+        num_inputs: int | None = None,
+        observe: bool = False,
     ) -> tuple[Tensor, float]:
         """Update the weights once. Collective.
 
@@ -146,6 +152,8 @@ class Engine:
             num_tokens: labels that count in the step, over all ranks. The loss is the sum of token losses over
                 num_tokens.
             learning_rate: learning rate of this step.
+            num_inputs: tokens of the step's rows over all ranks, also those whose labels do not count. The auxiliary
+                losses are means over them. Default None: num_tokens.
             observe: measure the attention of the first micro-batch. `attention_counts` keeps the result until the next
                 measurement.
 
@@ -156,7 +164,7 @@ class Engine:
         if self._teacher is None and self._stage.loss != "tokens":
             self._teacher = self._create_teacher()
         self._model.train()
-        self._scale_auxiliary_losses(num_tokens)
+        self._scale_auxiliary_losses(num_inputs or num_tokens)
         share = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, batch in enumerate(batches):
             with self._backend.accumulate(last=index == len(batches) - 1):
@@ -279,8 +287,8 @@ class Engine:
         sums = torch.zeros(num_windows, dtype=torch.float64, device=self._device)
         return sums.index_add_(0, window, (scores * counted).double())
 
-    def _scale_auxiliary_losses(self, num_tokens: int) -> None:
-        """Weight the auxiliary losses of a micro-batch by its tokens' share of the step.
+    def _scale_auxiliary_losses(self, num_inputs: int) -> None:
+        """Weight the auxiliary losses of a micro-batch by its tokens' share of the step's `num_inputs` tokens.
 
         Megatron-Core before 0.19 multiplies them by the tokens of the rank: those of the micro-batch divided by the
         ranks that share it.
@@ -290,8 +298,8 @@ class Engine:
             shared *= self._config.parallel.tensor_parallel_size
         if versions.ROUTER_COUNTS_ALL_RANKS:
             shared = 1
-        GateLossScale.per_token = 1 / num_tokens
-        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(shared / num_tokens, device=self._device))
+        GateLossScale.per_token = 1 / num_inputs
+        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(shared / num_inputs, device=self._device))
 
     def _forward(self, model, batch: Batch, extra, wanted: str = "losses") -> tuple[Tensor, Tensor, Tensor]:
         """Run the model on this rank's shard of a batch.

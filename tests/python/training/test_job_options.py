@@ -447,3 +447,22 @@ def test_a_new_epoch_is_logged(config, tmp_path):
     status, output, errors = train(config, *short, "--out", tmp_path / "out")
     assert status == 0, errors
     assert re.findall(r"(\S+) / (\S+): epoch (\d) begins at step \d", output) == [("stick_breaking", "extended", "2")]
+
+
+def test_the_gate_loss_is_a_mean_over_all_tokens(tmp_path):
+    """Not over the labels that count: 1 of 32 in the first stage, 49 of 128 in the second, with the same weights."""
+    stage = {"steps": 1, "rows_per_step": 4, "learning_rate": 1e-12}
+    job = {
+        "name": "gates",
+        "compare": ["gated"],
+        "data": {"kind": "recall", "num_pairs": 15, "num_keys": 16, "num_values": 8},
+        "model": {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 2, "ffn_hidden_size": 32},
+        "attention": {"gated": {"kind": "stick_breaking", "forget_gate": True, "forget_gate_loss": 1e4}},
+        "stages": [stage | {"name": "few", "context_length": 32}, stage | {"name": "many", "context_length": 128}],
+        "evaluation": {"windows": 2},
+    }
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    status, _, errors = train(tmp_path / "job.yaml", "--set", "parallel.device=cpu", "--out", tmp_path / "out")
+    assert status == 0, errors
+    few, many = (line["gradient_norm"] for line in metrics(tmp_path / "out"))
+    assert few > 10 and few == pytest.approx(many, rel=0.2)
