@@ -32,7 +32,8 @@ class RulerFields(DocumentDataConfig):
 
     Attributes:
         ruler_fraction: share of the training rows that hold RULER's tasks, at least 0 and less than 1. Default 0.
-        ruler_samples: samples of each task and length in an evaluation. Default 0: the tasks are not measured.
+        ruler_samples: samples of each task and length in an evaluation. Default 0: the tasks are not measured. The
+            lengths are the evaluated ones from the stage's context on.
         ruler_length_factor: the longest measured text, as a multiple of the stage's context. Default 16.
     """
 
@@ -48,6 +49,15 @@ class RulerFields(DocumentDataConfig):
         ranks = config.parallel.ranks
         if self.ruler_samples and ranks > 1:
             yield f"parallel.ranks must be 1 with data.ruler_samples = {self.ruler_samples}, got {ranks}"
+        evaluated = config.stages[-1:] if config.evaluation.last_stage_only else config.stages
+        if self.ruler_samples and not any(self.ruler_lengths(config, stage) for stage in evaluated):
+            index, last = len(config.stages) - 1, config.stages[-1]
+            longest = self.ruler_length_factor * last.context_length
+            yield (
+                f"data.ruler_samples = {self.ruler_samples} needs an evaluated length from stages.{index}."
+                f"context_length = {last.context_length} to data.ruler_length_factor times as many tokens, {longest}, "
+                f"got {config.evaluation_lengths(last)}, which follow from evaluation"
+            )
 
     def ruler_lengths(self, config: TrainingConfig, stage: StageConfig) -> list[int]:
         """Return the evaluated contexts from the stage's own on that RULER's tasks are measured at."""

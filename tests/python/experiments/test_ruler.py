@@ -330,6 +330,12 @@ def test_data_sets_of_bytes_can_be_mixed_with_tasks_and_measured(request):
         (data % (300, "ruler_fraction: 0.5"), evaluation, context): "must be 257 and 256 .* got 300 and 256",
         (data % (257, ""), evaluation, context, "parallel.ranks=2"): r"parallel\.ranks must be 1 .* got 2",
         (data % (257, ""), evaluation, "stages.0.context_length=512"): "must be at least 1024 for RULER's tasks",
+        (data % (257, ""), "evaluation={target_tokens: 256, longest: 512}", context): (
+            r"ruler_samples = 2 needs an evaluated length from .*context_length = 1024 to .*16384, got \[256, 512\]"
+        ),
+        (data % (257, "ruler_length_factor: 1"), "evaluation={target_tokens: 300}", context): (
+            r"from stages\.0\.context_length = 1024 to .* 1024, got \[300, 600, 1200, .*\]"
+        ),
     }.items():
         with pytest.raises(ConfigError, match=message):
             load_config(path, overrides)
