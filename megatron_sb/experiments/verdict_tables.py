@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from pandas import DataFrame
 
 from megatron_sb.experiments import tables
 from megatron_sb.training.config import TrainingConfig
-from megatron_sb.training.evaluate import mean_and_error
+from megatron_sb.training.evaluate import error_of_mean, mean_and_error
 
 NOT_RUN = "Not run yet.\n"
 EQUAL_SPEED = 0.98  # of the fastest arm's: such an arm needs no run of its own for equal seconds
@@ -209,10 +208,13 @@ def entry_at(entries: Sequence[dict[str, Any]], context: int) -> dict[str, Any]:
     return next(entry for entry in entries if entry["context"] == context)
 
 
-def mean_task(entry: dict[str, Any]) -> tuple[float, float, float]:
-    """Return the mean over tasks of the accuracy, its standard error over samples, and the mean of right bytes."""
+def mean_task(entry: dict[str, Any]) -> tuple[float, float | None, float]:
+    """Return the mean over tasks of the accuracy, its standard error over samples, and the mean of right bytes.
+
+    The error is None if a task has one sample.
+    """
     scores = list(entry["ruler"].values())
-    error = math.hypot(*(score["standard_error"] or 0.0 for score in scores)) / len(scores)
+    error = error_of_mean([score["standard_error"] for score in scores])
     means = [sum(score[name] for score in scores) / len(scores) for name in ("accuracy", "bytes")]
     return means[0], error, means[1]
 

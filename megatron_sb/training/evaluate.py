@@ -290,3 +290,8 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
     """Return the mean and its standard error, which is None for one value."""
     mean = math.fsum(values) / len(values)
     return mean, float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
+
+
+def error_of_mean(errors: Sequence[float | None]) -> float | None:
+    """Return the standard error of a mean of independent values with these errors; None if one of them is unknown."""
+    return None if None in errors else math.hypot(*errors) / len(errors)

@@ -19,7 +19,14 @@ import numpy as np
 from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.data import PackedBatch, pack
 from megatron_sb.training.documents import BYTE_END_OF_DOCUMENT
-from megatron_sb.training.evaluate import UNWATCHED, Watch, mean_and_error, score_windows, windows_at_once
+from megatron_sb.training.evaluate import (
+    UNWATCHED,
+    Watch,
+    error_of_mean,
+    mean_and_error,
+    score_windows,
+    windows_at_once,
+)
 from megatron_sb.validation import InputError, MissingFileError
 
 FIELDS = ("sentence_good", "sentence_bad")  # of BLiMP's files
@@ -77,8 +84,9 @@ def accuracy_on_pairs(
         watch: callbacks.
 
     Returns:
-        {"accuracy": mean over the files of the share of right pairs, "standard_error": over pairs, "by_file": file ->
-        share of right pairs, "pairs": number of pairs}. Equal probabilities count as wrong.
+        {"accuracy": mean over the files of the share of right pairs, "standard_error": over pairs (None if a file
+        has one pair), "by_file": file -> share of right pairs, "pairs": number of pairs}. Equal probabilities count as
+        wrong.
     """
     parts = [_tokens(sentence) for found in pairs.values() for pair in found for sentence in pair]
     # All sentences are padded to one length, because kernels that are compiled for a shape should see few shapes.
@@ -95,7 +103,7 @@ def accuracy_on_pairs(
     shares, errors = zip(*(mean_and_error(right.tolist()) for right in by_file), strict=True)
     return {
         "accuracy": math.fsum(shares) / len(shares),
-        "standard_error": math.hypot(*(error or 0.0 for error in errors)) / len(errors),
+        "standard_error": error_of_mean(errors),
         "by_file": dict(zip(pairs, shares, strict=True)),
         "pairs": len(good),
     }

@@ -11,7 +11,7 @@ from support.markdown import tables_of
 from support.sweeps import forked_runs
 
 from megatron_sb import cli
-from megatron_sb.experiments import sweep, verdict
+from megatron_sb.experiments import sweep, verdict, verdict_tables
 from megatron_sb.experiments.verdict import Verdict, family_of
 from megatron_sb.training.config import StickBreakingAttentionConfig, load_config, to_yaml
 
@@ -190,6 +190,18 @@ def test_tables(trainer, tmp_path):
     assert rates["softmax_drope"] == ["softmax_drope", "1.931", "1.926"]
     assert "Not run yet." in sections["RULER"] and "Not run yet." in sections["By position"]
     assert json.loads((tmp_path / "results.json").read_text())["runs"] == {"finished": 24, "known": 24}
+
+
+@pytest.mark.parametrize(("error", "cell"), [(0.06, "75.0% ± 3.4% (50.0%)"), (None, "75.0% (50.0%)")])
+def test_the_error_over_tasks_needs_that_of_each_task(error, cell):
+    """One sample of a task has no error. The mean has none then, instead of a smaller one."""
+    tasks = {
+        "one": {"accuracy": 1.0, "standard_error": error, "bytes": 0.75},
+        "two": {"accuracy": 0.5, "standard_error": 0.0316, "bytes": 0.25},
+    }
+    evaluation = {"model": "a", "scaling": "none", "results": [{"context": 1024, "ruler": tasks}]}
+    table = verdict_tables.ruler({"finals": [{"evaluations": [evaluation]}]}, {"a": "a"})
+    assert table.to_dict("records") == [{"attention": "a", "1024": cell}]
 
 
 def test_a_best_rate_at_the_edge_is_named(trainer, tmp_path, capsys):

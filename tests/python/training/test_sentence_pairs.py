@@ -57,6 +57,16 @@ def test_the_likelier_sentence_is_preferred(tmp_path, num_groups):
     assert {length % multiple for batch in engine.batches for length in np.diff(batch.cu_seqlens)} == {0}
 
 
+def test_one_pair_of_a_file_has_no_standard_error(tmp_path):
+    """Nor has a mean with it: the error of one pair is not 0."""
+    files = {"one": [("a", "a b")], "more": [("a", "a b"), ("a b", "a")]}
+    config = load_config(TINY)
+    for names in (("one",), ("one", "more")):
+        pairs = load_pairs([write_pairs(tmp_path / f"{name}.jsonl", files[name]) for name in names])
+        found = accuracy_on_pairs(CountsWords(1), pairs, config, config.stages[1])
+        assert found["by_file"]["one"] == 1.0 and found["standard_error"] is None
+
+
 def test_every_byte_of_a_sentence_is_scored(tmp_path):
     pairs = load_pairs([write_pairs(tmp_path / "one.jsonl", [("Ünd so", "x")])])
     config, engine = load_config(TINY), CountsWords(1)
