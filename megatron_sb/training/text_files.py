@@ -53,7 +53,7 @@ def list_files(data: TextDataConfig) -> TextFiles:
         ValueError: An entry names no file, or data.include and data.exclude leave none of its files.
         OSError: A directory cannot be read.
     """
-    found: dict[str, None] = {}
+    found: dict[str, str] = {}  # absolute path, which does not depend on the entry that a file is below -> its name
     sizes, digest, left_out = array("q"), hashlib.sha256(), Counter()
     for entry in data.paths:
         of_entry, num_found = Counter(), 0
@@ -61,8 +61,8 @@ def list_files(data: TextDataConfig) -> TextFiles:
             num_found += 1
             if stat.st_size == 0:
                 of_entry[EMPTY] += 1
-            elif name not in found:
-                found[name] = None
+            elif (absolute := os.path.abspath(name)) not in found:
+                found[absolute] = name
                 sizes.append(stat.st_size)
                 digest.update(
                     f"{name}\0{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}\0".encode(errors="replace")
@@ -70,7 +70,7 @@ def list_files(data: TextDataConfig) -> TextFiles:
         if not num_found:
             raise InputError(_why_nothing(entry, data, of_entry))
         left_out += of_entry
-    return TextFiles(list(found), np.array(sizes, dtype=np.int64), digest.hexdigest(), dict(left_out))
+    return TextFiles([*found.values()], np.array(sizes, dtype=np.int64), digest.hexdigest(), dict(left_out))
 
 
 def _why_nothing(entry: str, data: TextDataConfig, left_out: Counter[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
@@ -83,8 +84,14 @@ class IndexedDataConfig(DocumentDataConfig):
     def problems(self, config: TrainingConfig) -> Iterator[str]:
         """See `DataConfig.problems`."""
         yield from super().problems(config)
+        trained = {os.path.abspath(path) for path in self.paths}  # a path has several spellings
+        held_out = {os.path.abspath(path) for path in self.validation_paths}
+        if len(trained) < len(set(self.paths)):
+            yield f"data.paths must name different data sets, got {list(self.paths)!r}"
+        if len(held_out) < len(self.validation_paths):
+            yield f"data.validation_paths must name different data sets, got {list(self.validation_paths)!r}"
         for path in self.validation_paths:
-            if path in self.paths:
+            if os.path.abspath(path) in trained:
                 yield f"data.validation_paths must differ from data.paths, got {path!r} in both"
         for name in TEXT_OF_PYTHON:
             if name in self.paths:

@@ -307,6 +307,15 @@ REFUSALS = {
     "data={kind: indexed, paths: [python-stdlib], vocab_size: 8, end_of_document: 0}": (
         r"data\.paths = \['python-stdlib'\] contradicts data\.kind = 'indexed'"
     ),
+    "data={kind: indexed, paths: [a, ./a], vocab_size: 8, end_of_document: 0}": (
+        r"data\.paths must name different data sets, got \['a', '\./a'\]"
+    ),
+    "data={kind: indexed, paths: [a], validation_paths: [b, c/../b], vocab_size: 8, end_of_document: 0}": (
+        r"data\.validation_paths must name different data sets, got \['b', 'c/\.\./b'\]"
+    ),
+    "data={kind: indexed, paths: [a], validation_paths: [./a], vocab_size: 8, end_of_document: 0}": (
+        r"data\.validation_paths must differ from data\.paths, got '\./a' in both"
+    ),
     "data.kind=recal": r"data\.kind must be one of 'text', 'indexed', 'recall', got 'recal'",
     "data.kind=indexed": r"data\.vocab_size is required\ndata\.end_of_document is required",
     f"model.num_layers={2**80}": rf"model\.num_layers must be less than or equal to {2**16}, got {2**80}",

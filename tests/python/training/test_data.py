@@ -141,6 +141,14 @@ def test_paths_may_be_files_patterns_and_the_standard_library(text_folder):
     assert packages.train.lengths.sum() > library.train.lengths.sum(), "torch's sources alone are more"
 
 
+def test_a_file_is_read_once_however_its_path_is_written(text_folder, monkeypatch):
+    """Else one copy could be held out and the other one trained on."""
+    monkeypatch.chdir(text_folder)
+    absolute, relative = list_files(TextDataConfig(paths=(str(text_folder),))), list_files(TextDataConfig(paths=(".",)))
+    both = list_files(TextDataConfig(paths=(".", str(text_folder), "part0/../part1")))
+    assert both.names == relative.names and len(both.names) == len(both.sizes) == len(absolute.names)
+
+
 def test_files_that_are_left_out_are_counted(text_folder):
     """By reason, in the sentence that the log and the run's record have."""
     (text_folder / "part1" / "cache").mkdir()
