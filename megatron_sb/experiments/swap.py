@@ -33,7 +33,7 @@ from megatron_sb.training.config import (
     TrainingConfig,
     load_config,
 )
-from megatron_sb.training.initial_checkpoint import OWN_WEIGHTS
+from megatron_sb.training.initial_checkpoint import OWN_WEIGHTS, without
 from megatron_sb.validation import InputError
 
 # Recipe -> the loss of each stage.
@@ -181,11 +181,11 @@ class Swap:
                 f"attention.{name}.kind must be 'stick_breaking' or 'softmax' in an arm, because the base has no "
                 f"weights for other kinds, got {entry.kind!r}."
             )
-        for option in OWN_WEIGHTS:
-            if getattr(entry, option, False) and not getattr(base, option, False):
+        for option, value in OWN_WEIGHTS:
+            if getattr(entry, option, None) == value != getattr(base, option, None):
                 raise InputError(
-                    f"attention.{name}.{option} must be False for an arm, because the base has no weights for it, "
-                    "got True."
+                    f"attention.{name}.{option} must be {without(value)} in an arm, because the base has no weights "
+                    f"for it, got {value!r}."
                 )
 
     def _check_config(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from pathlib import Path
 
@@ -17,11 +16,12 @@ from megatron_sb.training.config import GatedDeltaNetConfig, SoftmaxAttentionCon
 from megatron_sb.validation import InputError
 
 OF_ATTENTION = (".core_attention.", ".gate_proj.")  # in names of weights that not every kind of attention has
-# Options of attention with weights of their own -> what the names of these weights contain.
+# Option of attention with weights of its own, and its value -> what the names of these weights contain.
 OWN_WEIGHTS = {
-    "forget_gate": ".gate_proj.",
-    "remainder_bias": ".core_attention.remainder_bias",
-    "head_norm": ".core_attention.norm_weight",
+    ("forget_gate", True): ".gate_proj.",
+    ("remainder_bias", True): ".core_attention.remainder_bias",
+    ("head_norm", True): ".core_attention.norm_weight",
+    ("position", "fire"): ".core_attention.attention.fire.",
 }
 
 
@@ -78,16 +78,33 @@ def _check_attention(config: TrainingConfig, folder: Path) -> None:
         )
 
 
+def without(value: bool | str) -> str:
+    """Return in words the values of an option in OWN_WEIGHTS that have no weights."""
+    return "False" if value is True else f"other than {value!r}"
+
+
 def _check_own_weights(config: TrainingConfig, folder: Path, metadata: Metadata) -> None:
-    """Check that the checkpoint has the weights of the attention's options: a job that starts from it makes none."""
+    """Check that checkpoint and model have weights for the same options of attention.
+
+    A job makes no weights that are missing. It leaves weights out only if the attention is changed on purpose.
+    """
     (model,) = config.compare
     names = getattr(config.attention[model], "layers", (model,))  # of mixed attention
-    for name, (option, part) in itertools.product(dict.fromkeys(names), OWN_WEIGHTS.items()):
-        is_set = getattr(config.attention[name], option, False)
-        if is_set and not any(part in weight for weight in metadata.state_dict_metadata):
+    layers = {name: config.attention[name] for name in names}
+    for (option, value), part in OWN_WEIGHTS.items():
+        found = {name: getattr(layer, option) for name, layer in layers.items() if hasattr(layer, option)}
+        is_saved = any(part in weight for weight in metadata.state_dict_metadata)
+        name = next((name for name, own in found.items() if own == value), None)
+        if name is not None and not is_saved:
             raise InputError(
-                f"attention.{name}.{option} must be False to start from {folder}, which has no weights for it, got "
-                "True."
+                f"attention.{name}.{option} must be {without(value)} to start from {folder}, which has no weights for "
+                f"it, got {value!r}."
+            )
+        if name is None and is_saved and found and config.initial_attention is None:
+            name, own = next(iter(found.items()))
+            raise InputError(
+                f"attention.{name}.{option} must be {value!r} to start from {folder}, which has weights for it, got "
+                f"{own!r}. Set initial_attention={config.attention[model].kind} to leave these weights out."
             )
 
 

@@ -159,6 +159,7 @@ YARN_ONLY = "attention.softmax_rope.evaluated_scalings=[yarn]"
         ([], ["parallel.ranks=2"], r"'logits' contradicts parallel\.ranks = 2"),
         ([], ["attention.stick_breaking.head_norm=true"], r"attention\.stick_breaking\.head_norm must be False"),
         (MIXED, [*HYBRID, "attention.near={kind: stick_breaking, forget_gate: true}"], "near.forget_gate must"),
+        (MIXED, [*HYBRID, "attention.near={kind: softmax, position: fire}"], "near.position must be other than 'fire'"),
         (MIXED, [*HYBRID, "attention.near={kind: gated_delta_net}"], r"attention\.near\.kind must .*'gated_delta_net'"),
         (MIXED, [*HYBRID, YARN_ONLY], r"evaluated_scalings of hybrid must have the item none, got \['yarn'\]"),
         ([], [YARN_ONLY], r"evaluated_scalings of softmax_rope must have the item none, got \['yarn'\]"),

@@ -236,6 +236,38 @@ def test_attention_with_weights_that_the_initial_checkpoint_lacks(option, config
         check_initial_checkpoint(load_config(config, [*changes, *mixed, "initial_attention=stick_breaking"]))
 
 
+def test_fire_has_weights_that_the_initial_checkpoint_lacks(config, checkpoint):
+    fire = ["compare=[fire]", "attention.fire={kind: softmax, position: fire}", "initial_attention=stick_breaking"]
+    changes = [*SHORT, *fire, f"initial_checkpoint={checkpoint}"]
+    with pytest.raises(ValueError, match=r"attention\.fire\.position must be other than 'fire' to start"):
+        check_initial_checkpoint(load_config(config, changes))
+
+
+def test_weights_of_the_initial_checkpoint_are_left_out_only_on_purpose(config, tmp_path):
+    """A model with gates is another model without them."""
+    gated = "attention.gated={kind: stick_breaking, forget_gate: true}"
+    options = ["compare=[gated]", "stages.0.steps=5", "stages.1.steps=5", "parallel.ranks=1"]
+    options += ["stages.0.context_parallel_size=1", "stages.1.context_parallel_size=1"]
+    status, _, errors = train(config, *options, gated, "--out", tmp_path / "out")
+    assert status == 0, errors
+    (start,) = (tmp_path / "out" / "gated" / "checkpoints").glob("extended-*5")
+    options += [f"initial_checkpoint={start}"]
+    check_initial_checkpoint(load_config(config, [*options, gated]))
+    for layers, name in (("kind: stick_breaking", "gated"), ("kind: mixed, layers: [plain]", "plain")):
+        plain = [f"attention.gated={{{layers}}}", "attention.plain={kind: stick_breaking}"]
+        changes = [*options, *plain]
+        if "mixed" in layers:  # the kind is recorded
+            (start / "attention.json").unlink()
+            (start / "checksums.json").unlink()
+            (tmp_path / "out" / "config.yaml").unlink()
+        with pytest.raises(
+            ValueError, match=rf"attention\.{name}\.forget_gate must be True to .* which has weights for"
+        ):
+            check_initial_checkpoint(load_config(config, changes))
+    purpose = ["attention.gated={kind: stick_breaking}", "initial_attention=stick_breaking"]
+    check_initial_checkpoint(load_config(config, [*options, *purpose]))
+
+
 @pytest.mark.parametrize("text", ["name: x", "attention: [1]", "attention: {start: }", "[1, 2]", "a: [", "\x00"])
 def test_a_configuration_of_something_else_beside_the_checkpoint(text, config, checkpoint, tmp_path):
     """A checkpoint without a record, three folders below a config.yaml that is not that of a run."""
