@@ -48,7 +48,7 @@ def write(out: Path, config: TrainingConfig, results: dict[str, Any]) -> None:
 
 EQUAL_SECONDS_NOTE = (
     "Every arm is trained for the time that the fastest arm needs for all steps, alone on its device. tokens/s is the "
-    "median of single steps."
+    "median of single steps, and counts tokens with a loss. The column of tokens counts all."
 )
 SEEDS_NOTE = (
     "Nats per token and the share of right answers to RULER's tasks, as means over seeds, for the best arm of each "
@@ -57,7 +57,7 @@ SEEDS_NOTE = (
 POSITIONS_NOTE = "Nats per token at the trained length, by the position of the token that is read."
 STICKS_NOTE = (
     "Percent, from the first layer on, in training rows at the beginning, after a quarter and at the end of the steps "
-    "that were measured. Layers of other kinds are left out."
+    "that were measured. Layers of other kinds are left out. Tokens are those with a loss."
 )
 RULER_NOTE = "Right answers to RULER's tasks, mean over the tasks, by length in bytes. In brackets: right single bytes."
 PAIRS_NOTE = (
