@@ -137,6 +137,8 @@ class Job:
             Diverged: The loss or gradient of a step is not finite. That step is not saved.
         """
         for model in self._config.compare:
+            if self._is_finished(model):
+                continue
             directory = self._checkpoints(model)
             progress = directory.latest()
             if progress and self._report:
@@ -147,6 +149,14 @@ class Job:
                     continue
                 progress = self._run_stage(model, index, stage, directory, progress)
             self._close_engine()
+
+    def _is_finished(self, model: str) -> bool:
+        """Return whether nothing is left to do for a model whose last steps need no checkpoint.
+
+        Its newest checkpoint is older than its results, so a resumed job would train these steps again.
+        """
+        last = self._config.stages[-1]
+        return not self._config.checkpoint.stage_ends and not self._scalings_to_evaluate(model, last, last.steps)
 
     def _checkpoints(self, model: str) -> CheckpointDirectory:
         return CheckpointDirectory(self._out / model / "checkpoints", self._config.checkpoint.keep)

@@ -449,6 +449,29 @@ def test_a_new_epoch_is_logged(config, tmp_path):
     assert re.findall(r"(\S+) / (\S+): epoch (\d) begins at step \d", output) == [("stick_breaking", "extended", "2")]
 
 
+def test_a_finished_model_without_its_last_checkpoint_is_not_trained_again(config, tmp_path):
+    """With checkpoint.stage_ends = false the newest checkpoint is older than the results. Other runs need the steps."""
+    short = ["stages.0.steps=3", "stages.0.warmup_steps=1", "stages.1.steps=5", "evaluation.windows=2"]
+    options = [config, *short, "compare=[stick_breaking, softmax_rope]", "checkpoint={interval: 100, keep: 1}"]
+    out = tmp_path / "out"
+    status, _, errors = train(*options, "checkpoint.stage_ends=false", "--out", out)
+    assert status == 0, errors
+    lines = metrics(out)
+    other = out / "evaluation" / "softmax_rope.extended.json"
+    other.unlink()  # as if the job had died in its evaluation
+    status, _, errors = train(*options, "checkpoint.stage_ends=false", "--out", out, "--resume")
+    assert status == 0 and other.exists(), errors
+    of_model = {
+        name: [[line for line in each if line["model"] == name] for each in (lines, metrics(out))]
+        for name in ("stick_breaking", "softmax_rope")
+    }
+    assert of_model["stick_breaking"][0] == of_model["stick_breaking"][1]
+    before, after = of_model["softmax_rope"]
+    assert before != after and [line["loss"] for line in before] == [line["loss"] for line in after]
+    status, _, errors = train(*options, "checkpoint.stage_ends=true", "--out", out, "--resume")
+    assert status == 0 and (out / "stick_breaking" / "checkpoints" / "extended-000005").exists(), errors
+
+
 def test_the_gate_loss_is_a_mean_over_all_tokens(tmp_path):
     """Not over the labels that count: 1 of 32 in the first stage, 49 of 128 in the second, with the same weights."""
     stage = {"steps": 1, "rows_per_step": 4, "learning_rate": 1e-12}
