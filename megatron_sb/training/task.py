@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -76,8 +78,9 @@ class DocumentTask:
                 raise InputError(f"stages.{index}.context_length: {error}") from None
 
     def fingerprint(self) -> dict[str, int]:
-        """See `Task.fingerprint`."""
-        return self._corpus.fingerprint()
+        """See `Task.fingerprint`. Sentence pairs are data, too: evaluations of a run must have the same ones."""
+        pairs = {"sentence_pairs": zlib.crc32(json.dumps(self._pairs).encode())} if self._pairs else {}
+        return self._corpus.fingerprint() | pairs
 
     def describe(self) -> str:
         """See `Task.describe`."""

@@ -9,6 +9,7 @@ import torch
 
 from megatron_sb.training.config import ConfigError, load_config
 from megatron_sb.training.sentence_pairs import accuracy_on_pairs, load_pairs
+from megatron_sb.training.task import load_task
 from megatron_sb.validation import InputError
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -95,6 +96,30 @@ def test_files_without_pairs(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(InputError, match=message):
         load_pairs([str(path)])
+
+
+def test_the_pairs_belong_to_the_data_of_a_run(tmp_path):
+    """A run is not resumed with others: its evaluations could not be compared."""
+    (tmp_path / "text").mkdir()
+    for index in range(20):
+        (tmp_path / "text" / f"{index}.txt").write_text("text " * 20)
+    small = [
+        f"data.paths=[{tmp_path / 'text'}]",
+        "evaluation={target_tokens: 16, longest: 32}",
+        "stages.0.context_length=64",
+    ]
+    small += [
+        "data.validation_fraction=0.5",
+        "stages.1.context_length=64",
+        f"evaluation.sentence_pairs=[{tmp_path}/a.jsonl]",
+    ]
+    config, found = load_config(TINY, small), []
+    for pairs in ([("a", "b")], [("a", "b")], [("a", "c")]):
+        write_pairs(tmp_path / "a.jsonl", pairs)
+        found.append(load_task(config).fingerprint())
+    assert found[0] == found[1] != found[2]
+    without = load_task(load_config(TINY, [*small, "evaluation.sentence_pairs=[]"])).fingerprint()
+    assert without.items() < found[0].items()  # that of a run of an older version
 
 
 def test_missing_and_equal_names(tmp_path):
