@@ -79,7 +79,7 @@ class DocumentTask:
 
     def fingerprint(self) -> dict[str, int]:
         """See `Task.fingerprint`. Sentence pairs are data, too: evaluations of a run must have the same ones."""
-        pairs = {"sentence_pairs": zlib.crc32(json.dumps(self._pairs).encode())} if self._pairs else {}
+        pairs = {"evaluation.sentence_pairs": zlib.crc32(json.dumps(self._pairs).encode())} if self._pairs else {}
         return self._corpus.fingerprint() | pairs
 
     def describe(self) -> str:
