@@ -77,8 +77,8 @@ def predict_memory(
     shards = dense / (layout.data * layout.context) + experts * layout.expert / layout.gpus
     tokens = layout.rows_at_once * stage.context_length / layout.context / layout.tensor
     at_once = tokens  # whose hidden channels of an MLP, or whose logits, exist at the same time
-    if model.tokens_at_once is not None:
-        at_once = min(tokens, layout.rows_at_once * model.tokens_at_once)
+    if model.tokens_at_once is not None:  # the trainer packs the rows of a micro-batch into one stream
+        at_once = min(tokens, model.tokens_at_once)
     layer, within = tokens * layer_bytes(model, attention), tokens * backward_bytes(model)
     if at_once < tokens:
         mlp = ELEMENT * MLP_CHANNELS * model.ffn_hidden_size

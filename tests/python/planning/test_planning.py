@@ -138,6 +138,17 @@ def test_memory_of_long_sequences_agrees_with_the_record(length, gib):
     assert throughput.can_predict(config.model)  # the record has single steps
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_tokens_at_once_count_over_all_rows_of_a_micro_batch(recompute):
+    """The trainer packs the rows of a micro-batch into one stream, which it splits: rows share the tokens at once."""
+    config = load_config(DENSE, ["model.tokens_at_once=4096", *(["model.recompute=full"] * (recompute == "full"))])
+    rows = 4
+    packed, _ = predictions(Layout(rows_at_once=rows, recompute=recompute), config)
+    row = replace(config.stages[0], context_length=rows * 16384)
+    sizes = config.model, config.attention["stick_breaking"], config.vocab_size, row, Layout(recompute=recompute)
+    assert packed == memory.predict_memory(*sizes)
+
+
 def test_layers_that_are_recomputed_together_keep_one_input():
     """The backward then has the activations of all of them at once."""
     kept, every = (predictions(Layout(recompute=name))[0].activations for name in ("full", "none"))
