@@ -52,7 +52,7 @@ def only_stick_breaking_model(training: TrainingConfig, advice: str) -> str:
 
 
 def _newest_of_megatron_lm(folder: Path) -> Path:
-    name = (folder / TRACKER).read_text(encoding="utf-8").strip()
+    name = (folder / TRACKER).read_text(encoding="utf-8", errors="backslashreplace").strip()
     if name != RELEASE and not name.isdecimal():
         raise InputError(f"{folder / TRACKER} must hold a number of steps or {RELEASE!r}, got {name!r}.")
     return folder / (name if name == RELEASE else f"iter_{int(name):07d}")

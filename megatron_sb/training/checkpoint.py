@@ -166,8 +166,8 @@ def newest_checkpoint(root: Path) -> Path:
     Raises:
         FileNotFoundError: No checkpoint was saved there.
     """
-    try:
-        return root / (root / "latest").read_text(encoding="utf-8").strip()
+    try:  # of a damaged file, bytes that are not UTF-8 become the name of a checkpoint that does not exist
+        return root / (root / "latest").read_text(encoding="utf-8", errors="backslashreplace").strip()
     except FileNotFoundError:
         raise MissingFileError(f"{root} has no checkpoint: the file 'latest' does not exist.") from None
 

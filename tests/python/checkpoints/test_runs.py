@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import decoders
 
-from megatron_sb import checkpoints
+from megatron_sb import checkpoints, cli
 from megatron_sb.megatron.integrity import write_checksums
 from megatron_sb.megatron.weights import write_attention_kind
 from megatron_sb.training import config as configuration
@@ -112,6 +112,17 @@ def test_the_record_of_a_copied_checkpoint_counts(tmp_path):
     softmax = other.parent.parent.rename(tmp_path / "other" / "softmax_rope")
     with pytest.raises(ValueError, match=r"config must describe the model .* 'stick_breaking', got .* it is 'softmax'"):
         checkpoints.load(softmax / "checkpoints" / "short-000100")
+
+
+def test_names_of_checkpoints_that_are_not_text(tmp_path, capsys):
+    """Damaged files of a run, and of Megatron-LM's scripts."""
+    config = configuration.load_config(CONFIGS / "tiny_context_extension.yaml")
+    save(tmp_path / "run", "stick_breaking", config)
+    for file in (tmp_path / "run/stick_breaking/checkpoints/latest", tmp_path / "latest_checkpointed_iteration.txt"):
+        file.write_bytes(b"\xff\xfe")
+        assert cli.main(["convert", str(file.parent), str(tmp_path / "out"), "--to", "fla"]) == 2
+        message = capsys.readouterr().err
+        assert str(file.parent) in message and "xff" in message and message.count("\n") == 1, message
 
 
 def test_a_checkpoint_outside_of_its_run(tmp_path):

@@ -198,6 +198,15 @@ def test_a_damaged_newest_checkpoint(name, damage, cause, finished, tmp_path):
         checkpoints.restore_latest()
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe", bytes(16), b""], ids=["no UTF-8", "zeros", "empty"])
+def test_a_damaged_name_of_the_newest_checkpoint(content, finished, tmp_path):
+    """As a file has it after the machine stopped: the newest whole checkpoint is found without it."""
+    root = shutil.copytree(finished / "stick_breaking" / "checkpoints", tmp_path / "checkpoints")
+    (root / "latest").write_bytes(content)
+    *_, using = CheckpointDirectory(root, keep=9).restore_latest()
+    assert using == f"using {root / 'extended-000005'}, the newest whole checkpoint"
+
+
 def test_a_run_resumes_from_the_newest_whole_checkpoint(config, finished, tmp_path):
     out = shutil.copytree(finished, tmp_path / "out")
     root = out / "stick_breaking" / "checkpoints"
