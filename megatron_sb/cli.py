@@ -282,7 +282,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = make_parser()
     arguments, rest = parser.parse_known_args(argv)
     if arguments.run is _train:
-        take_overrides(parser, arguments, rest)
+        take_overrides(parser, arguments, rest, argv)
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return arguments

@@ -14,7 +14,7 @@ def _arguments() -> argparse.Namespace:
     )
     add_arguments(parser)
     arguments, rest = parser.parse_known_args()
-    take_overrides(parser, arguments, rest)
+    take_overrides(parser, arguments, rest, sys.argv[1:])
     return arguments
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Sequence
 
 
@@ -37,15 +38,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def take_overrides(parser: argparse.ArgumentParser, arguments: argparse.Namespace, rest: Sequence[str]) -> None:
+def take_overrides(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, rest: Sequence[str], argv: Sequence[str]
+) -> None:
     """Add FIELD=VALUE arguments to arguments.set. End the process with a message if others remain.
+
+    The last override of a field counts, so all of them get the order of the command line.
 
     Args:
         parser: the parser that `add_arguments` was called with, or its parent.
         arguments: what the parser returned.
         rest: the arguments that the parser does not know.
+        argv: all arguments.
     """
     unknown = [argument for argument in rest if argument.startswith("-") or "=" not in argument]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    arguments.set = [*rest, *arguments.set]
+    unplaced = Counter([*rest, *arguments.set])
+    ordered = []
+    for argument in argv:
+        # --set=FIELD=VALUE is one argument.
+        override = argument.partition("=")[2] if argument.startswith("--") else argument
+        if unplaced[override]:
+            unplaced[override] -= 1
+            ordered.append(override)
+    arguments.set = ordered

@@ -412,6 +412,22 @@ def test_both_commands_take_overrides_in_both_ways(command, overrides, config, c
     assert other == 2 and "unrecognized arguments: --reset seed" in message, message
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["--set", "seed=-1", "seed=-2"],
+        ["seed=-1", "--set=seed=-2"],
+        ["seed=-2", "seed=-1", "--set", "seed=-2"],
+        ["--set=seed=-2", "seed=-1", "seed=-2"],
+    ],
+)
+def test_the_last_override_of_a_field_counts(overrides, config, capsys):
+    """In the order of the command line, with and without --set."""
+    assert cli.main(["train", str(config), *overrides]) == 2
+    message = capsys.readouterr().err
+    assert "got -2" in message and "got -1" not in message, message
+
+
 @pytest.mark.parametrize("local_rank", ["0", "1"])
 def test_the_rank_that_prints_a_refusal_ends_first(local_rank, config, monkeypatch, capsys):
     """A launcher kills the other ranks when the first one has ended."""
