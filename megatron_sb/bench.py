@@ -33,6 +33,7 @@ from megatron_sb.validation import InputError, check_output_folder, naming
 _FULL_LOGIT = -11.0
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MEMORY_TIMEOUT_S = 1800
+_LARGEST = 2**63 - 1  # of a size in torch
 _WARM_LENGTH = 64  # of the call before the memory is measured
 _TOO_LARGE = ("out of memory", "can't allocate memory", "size calculation overflowed")  # in errors of torch
 
@@ -259,6 +260,10 @@ def _parse(args: list[str] | None) -> argparse.Namespace:
     for name, number in {**numbers, "lengths": min(options.lengths)}.items():
         if number < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {number}.")
+    numbers |= {"lengths": max(options.lengths), "memory_length": options.memory_length}
+    for name, number in numbers.items():
+        if number > _LARGEST:
+            parser.error(f"--{name.replace('_', '-')} must be at most {_LARGEST}, got {number}.")
     if problem := head_dim_problem("--head-dim", options.head_dim):
         parser.error(f"{problem}.")
     if options.memory_length < 0:
