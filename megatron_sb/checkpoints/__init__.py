@@ -11,6 +11,7 @@ A "llama" without positions, whose attention is stick-breaking, is read as it is
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -157,7 +158,7 @@ def check_target(out: str | Path, to: str) -> None:
     """
     if to not in FORMATS:
         raise InputError(f"to must be one of {', '.join(map(repr, FORMATS))}, got {to!r}.")
-    if Path(out).exists():
+    if os.path.lexists(out):  # also a link to a folder that does not exist: a folder cannot replace it
         raise InputError(f"out must be a new folder, got {str(out)!r}, which exists.")
     check_output_folder("out", Path(out))
 
@@ -280,7 +281,7 @@ def _megatron_config(
 
 
 def _model_with_weights(config: StickBreakingConfig, weights: dict, source: Path) -> StickBreakingForCausalLM:
-    """Build a model from weights. Raise ValueError if names or shapes differ from the model's."""
+    """Build a model from weights. Raise ValueError if names, shapes or dtypes do not fit."""
     if config.tie_word_embeddings:
         weights = _with_tied_output_layer(weights, source)
     dtypes = {tensor.dtype for tensor in weights.values()}
@@ -295,6 +296,12 @@ def _model_with_weights(config: StickBreakingConfig, weights: dict, source: Path
         if weights[name].shape != shape
     ]
     files.check_no_weights(source, "Weights of the wrong shape", misshapen)
+    integers = [
+        f"{name} (must be floating-point numbers, got {tensor.dtype})"
+        for name, tensor in weights.items()
+        if not tensor.is_floating_point()
+    ]
+    files.check_no_weights(source, "Weights of the wrong dtype", integers)
     model.load_state_dict(weights, assign=True)
     model.tie_weights()
     config.dtype = dtypes.pop() if len(dtypes) == 1 else None

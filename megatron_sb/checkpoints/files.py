@@ -106,7 +106,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
     Raises:
         FileNotFoundError: if the folder has no safetensors file.
-        ValueError: if a file is damaged, or two files hold a tensor with the same name.
+        ValueError: if a file cannot be read or is damaged, or two files hold a tensor with the same name.
     """
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
@@ -117,6 +117,8 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             from_file = load_file(path)
         except SafetensorError as error:
             raise InputError(f"{path} is damaged: {error}") from error
+        except OSError as error:  # such as a link of a download's cache whose target was deleted
+            raise InputError(f"{path} cannot be read: {error}") from error
         check_no_weights(folder, "Weights that two files hold", tensors.keys() & from_file.keys())
         tensors |= from_file
     return tensors

@@ -464,6 +464,13 @@ def test_the_command(tmp_path, capsys):
     assert f"{tmp_path} has no config.json" in capsys.readouterr().err
 
 
+def test_a_link_to_nothing_as_out(tmp_path):
+    """A folder cannot replace it. This is an error before a model is read."""
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(ValueError, match=r"out must be a new folder, got .*link', which exists"):
+        checkpoints.check_target(tmp_path / "link", "fla")
+
+
 def test_the_tokenizer_stays(tmp_path, capsys):
     """Its files come along, also through a format that does not use them."""
     make_model().save_pretrained(tmp_path / "model")

@@ -187,6 +187,22 @@ def test_heads_that_do_not_divide_the_rows(tmp_path):
         folder.load()
 
 
+@pytest.mark.parametrize("kind", checkpoints.FORMATS)
+def test_integers_are_no_weights(kind, tmp_path):
+    folder = Folder(tmp_path, kind)
+    folder.change(lambda weights: weights.update({name: x.to(torch.int8) for name, x in weights.items()}))
+    folder.expect_error("Weights of the wrong dtype")
+
+
+def test_weights_that_cannot_be_read(tmp_path, capsys):
+    """As in the cache of a download, where a file is a link, and its target was deleted."""
+    file = Folder(tmp_path, "huggingface").path / "model.safetensors"
+    file.unlink()
+    file.symlink_to(tmp_path / "deleted")
+    assert cli.main(["convert", str(file.parent), str(tmp_path / "out"), "--to", "fla"]) == 2
+    assert f"{file} cannot be read: " in capsys.readouterr().err
+
+
 def test_other_tensors_are_ignored(tmp_path):
     """Optimizer state and the extra state that fp8 modules save are not weights."""
     folder = Folder(tmp_path, "megatron")
