@@ -248,6 +248,13 @@ class Model:
 
     # ---- p2p
 
+    def least_ring_time(self, *directions: str) -> float:
+        """Return a lower bound of the microseconds of p2p, without its simulation, which is slow for many ranks.
+
+        Every transfer of keys waits for the one before it.
+        """
+        return len(directions) * (self.ranks - 1) * self._transfer(self.bytes["kv"]) - self.machine.rest_credit
+
     def _ring(self, direction: str) -> float:
         keys, gradients = self._transfer(self.bytes["kv"]), self._transfer(2 * self.bytes["kv"])
 

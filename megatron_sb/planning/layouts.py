@@ -177,7 +177,8 @@ def _changes(path: str, old: Section, new: Section) -> list[str]:
 
 
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def _rows_at_once(rows: int) -> list[int]:

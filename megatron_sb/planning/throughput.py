@@ -172,7 +172,10 @@ def attention_seconds(
     shape = Shape(stage.context_length, heads * rows, kv_heads * rows, model.head_dim)
     call = Model(machine, shape, layout.context)
     directions = ("forward", "backward", *(["forward"] if layout.recompute != "none" else []))
-    return min(call.time(mode, *directions) for mode in possible) / 1e6 * layout.rows_at_once / rows
+    fastest = min(call.time(mode, *directions) for mode in possible if mode != "p2p")
+    if "p2p" in possible and call.least_ring_time(*directions) < fastest:
+        fastest = min(fastest, call.time("p2p", *directions))
+    return fastest / 1e6 * layout.rows_at_once / rows
 
 
 def _transfer_seconds(model: ModelConfig, weights: float, tokens: float, micro_batches: float, layout: Layout) -> float:

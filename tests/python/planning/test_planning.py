@@ -14,7 +14,7 @@ import pytest
 from support.messages import mentions
 
 from megatron_sb import cli
-from megatron_sb.planning import command, layouts, memory, throughput
+from megatron_sb.planning import command, context_parallel, layouts, memory, throughput
 from megatron_sb.planning.layouts import Layout
 from megatron_sb.training.config import load_config
 
@@ -328,6 +328,21 @@ def test_json_has_the_values_of_the_table(capsys):
     plans = command.make_plans(config, "stick_breaking", config.stages[0], 2)
     assert [entry["tokens_per_second"] for entry in found] == [one.tokens_per_second for one in plans]
     assert [entry["memory"]["total"] for entry in found] == [one.memory.total for one in plans]
+
+
+def test_a_ring_of_many_gpus_is_not_simulated(monkeypatch, capsys):
+    """Its time grows with the square of the ranks. A lower bound shows that another mode is faster."""
+    simulated = []
+    ring = context_parallel.Model._ring
+    monkeypatch.setattr(
+        context_parallel.Model, "_ring", lambda self, *args: simulated.append(self.ranks) or ring(self, *args)
+    )
+    assert plan("--gpus", "4096") == 0
+    assert simulated and max(simulated) < 256
+    for length, ranks in itertools.product((4096, 65536), (1, 2, 8, 64)):
+        model = context_parallel.Model(throughput.MACHINES[64], context_parallel.Shape(length, 24, 8, 64), ranks)
+        for directions in (("forward",), ("backward",), ("forward", "backward", "forward")):
+            assert model.least_ring_time(*directions) <= model.time("p2p", *directions)
 
 
 def test_no_layout_fits(capsys):
