@@ -42,7 +42,9 @@ NO_ROTATION = "none (needs: import megatron_sb.huggingface)"
 NO_ROTATION_0_1 = "none"  # its name in checkpoints of version 0.1
 MODEL_TYPE = "stick_breaking"  # of StickBreakingConfig. Its models have no positions.
 # Keyword arguments that models pass to the attention, and the only supported value of each.
-REQUIRED_VALUES = {"sliding_window": None, "softcap": None, "s_aux": None, "position_bias": None, "head_mask": None}
+REQUIRED_VALUES = dict.fromkeys(
+    ("sliding_window", "softcap", "s_aux", "sinks", "position_bias", "head_mask", "indices", "block_indices")
+)
 # Options of StickBreakingConfig that this function would ignore in another configuration, and the supported value.
 REQUIRED_OPTIONS = {"reach": None, "logits": "dot"}
 
@@ -121,8 +123,8 @@ def attention_forward(
         (b, s, h, d_v), 0 at padding, and None for the weights.
 
     Raises:
-        ValueError: if the call needs positions, dropout, a sliding window, a soft cap, sinks, attention to newer keys,
-            or output_attentions, or the configuration has `reach` or `logits`.
+        ValueError: if the call needs positions, dropout, a sliding window, a soft cap, sinks, a selection of keys,
+            attention to newer keys, or output_attentions, or the configuration has `reach` or `logits`.
     """
     check_positions(module)
     _require(dropout == 0, "dropout", dropout, "0")
@@ -255,12 +257,17 @@ def attention_mask(
         without columns stands for an unsupported mask; a layer that uses it raises ValueError.
 
     Raises:
-        ValueError: if attention_mask has a wrong shape, the cache drops old keys, or the configuration does not state
-            its kind of positions. Some models without that statement request the mask and then compute the attention
-            themselves.
+        ValueError: if attention_mask has a wrong shape, the cache drops old keys, or the configuration selects keys or
+            does not state its kind of positions. Some models without that statement request the mask and then compute
+            the attention themselves.
     """
     if config is not None:
         _check_position_kind(config)
+        # A model whose indexer selects keys reads the values of this mask before it calls the attention.
+        num_selected = getattr(config, "index_topk", None)
+        _require(
+            num_selected is None, "index_topk of the configuration (keys that an indexer selects)", num_selected, "None"
+        )
     _require(kv_offset == 0, "kv_offset (a cache that drops its oldest keys)", kv_offset, "0")
     if attention_mask is not None:
         check_mask_shape(attention_mask, batch_size)
@@ -406,4 +413,5 @@ def _keep_implementation() -> None:
 
 def _require(condition: bool, name: str, value: object, required: str) -> None:
     if not condition:
-        raise ValueError(f"{name} must be {required} with attn_implementation={NAME!r}, got {value!r}.")
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"{name} must be {required} with attn_implementation={NAME!r}, got {got}.")

@@ -371,6 +371,34 @@ def test_unsupported_models(config, words):
         logits(make_model(config()), tokens(1, 8))
 
 
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        ("deepseek_v32", {"index_topk": 4, "n_group": 1, "topk_group": 1}, "index_topk 4 None"),
+        (
+            "minimax_m3_vl_text",
+            {"layer_types": ["full_attention", "minimax_m3_sparse"], "head_dim": 16, "index_head_dim": 16},
+            "block_indices shape None",
+        ),
+    ],
+)
+def test_models_that_select_keys(name, fields, words):
+    """Their indexer selects the keys of each query. The attention would silently read all keys."""
+    sizes = {"num_key_value_heads": 4, "num_local_experts": 2, "n_routed_experts": 2, "num_experts_per_tok": 1}
+    model = make_model(without_rotation(name, **sizes, **fields))
+    with pytest.raises(ValueError, match=mentions(words)):
+        logits(model, tokens(1, 8))
+
+
+@pytest.mark.parametrize("name", ["sinks", "s_aux"])
+def test_sinks_raise_an_error(name):
+    """Decoders of transformers have two names for them."""
+    module = make_model(without_rotation()).model.layers[0].self_attn
+    q = torch.randn(1, 4, 8, 8)
+    with pytest.raises(ValueError, match=mentions(f"{name} None shape (4,)")):
+        attention.attention_forward(module, q, q, q, None, **{name: torch.zeros(4)})
+
+
 def test_unsupported_calls():
     model, ids = make_model(without_rotation(attention_dropout=0.1)), tokens(2, 8)
     with pytest.raises(ValueError, match=mentions("dropout 0.1 0")):
