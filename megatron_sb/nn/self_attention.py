@@ -194,8 +194,9 @@ class StickBreakingSelfAttention(nn.Module):
             A tensor with x's shape.
 
         Raises:
-            TypeError: If an argument has a wrong type.
-            ValueError: If an argument has a wrong shape or value. Nothing is computed in either case.
+            TypeError: If an argument has a wrong type, or the cache another dtype than the projected keys.
+            ValueError: If an argument has a wrong shape or value. Nothing is computed in either case, except the
+                projections if the dtype is wrong.
 
         Example:
             >>> import torch
@@ -284,6 +285,8 @@ class StickBreakingSelfAttention(nn.Module):
         self, cache: KVCache, q: Tensor, k: Tensor, v: Tensor, forget_gate: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Append k, v and the gates to the cache. Return o and mass of the new positions."""
+        if k.dtype != cache.dtype:  # not checked before: autocast, or a quantized projection, chooses the dtype of k
+            raise TypeError(f"cache must have dtype={k.dtype}, that of the projected keys, got dtype={cache.dtype}.")
         cache.append(k, v, forget_gate)
         options = self.options.attention_options() | {"forget_gate": cache.forget_gate, "return_mass": True}
         return attend_to_filled(q, cache.k, cache.v, cache.length, **options)

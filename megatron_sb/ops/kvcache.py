@@ -377,6 +377,11 @@ class KVCache:
         return self.k.device
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the cache."""
+        return self.k.dtype
+
+    @property
     def num_free(self) -> int:
         """Number of positions that can still be appended."""
         return self.k.shape[1] - self.length

@@ -261,6 +261,18 @@ class TestModule:
         with torch.no_grad(), pytest.raises(ValueError, match=mentions("cache device meta")):
             module(torch.randn(3, 5, 64), cache=cache)
 
+    def test_the_cache_must_have_the_dtype_of_the_keys(self):
+        """The error names what the caller passed, the cache. Autocast also changes the dtype of the keys."""
+        module, x, cache = sb.StickBreakingSelfAttention(64, 4, 2), torch.randn(3, 5, 64), sb.KVCache(3, 8, 2, 16)
+        assert cache.dtype == torch.float32
+        words = mentions("cache dtype=torch.bfloat16 dtype=torch.float32")
+        with torch.no_grad():
+            with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match=words):
+                module(x, cache=cache)
+            with pytest.raises(TypeError, match=words):
+                module.bfloat16()(x.bfloat16(), cache=cache)
+        assert cache.length == 0
+
     def test_a_call_that_raises_appends_nothing(self, monkeypatch):
         """A call can fail because of a gradient or later. The next call gives the result that it gives without them."""
         module, x, cache = sb.StickBreakingSelfAttention(64, 4, 2), torch.randn(3, 5, 64), sb.KVCache(3, 8, 2, 16)
