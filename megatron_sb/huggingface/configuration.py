@@ -56,10 +56,11 @@ class StickBreakingConfig(PreTrainedConfig):
     Raises:
         TypeError: if an option of the attention, a multiplier, an epsilon, qkv_bias, output_router_logits or
             router_aux_loss_coef has a wrong type.
-        ValueError: if a size is not an int of at least 1, an option of the attention is out of range (see
-            `megatron_sb.options.LayerOptions`), head_dim is not supported, sizes are not divisible as required,
-            num_experts_per_tok is not in [1, num_experts], logits_scaling is 0, an epsilon or router_aux_loss_coef is
-            negative or infinite, or one of the two options of the router is set without experts.
+        ValueError: if a size or a number of experts is not an int of at least 1, an option of the attention is out of
+            range (see `megatron_sb.options.LayerOptions`), head_dim is not supported, sizes are not divisible as
+            required, num_experts_per_tok is not in [1, num_experts], a multiplier is not finite, logits_scaling is 0,
+            an epsilon or router_aux_loss_coef is negative or infinite, head_norm_eps is below 1e-30 with head_norm, or
+            one of the two options of the router is set without experts.
 
     Example:
         >>> from megatron_sb.huggingface import StickBreakingConfig
@@ -130,8 +131,10 @@ class StickBreakingConfig(PreTrainedConfig):
                 f"num_key_value_heads must divide num_attention_heads, {self.num_attention_heads}, got "
                 f"{self.num_key_value_heads}."
             )
+        experts = {name: getattr(self, name) for name in ("num_experts", "num_experts_per_tok")}
+        check_counts({name: number for name, number in experts.items() if number is not None})
         if (self.num_experts is None) != (self.num_experts_per_tok is None) or (
-            self.num_experts is not None and not 1 <= self.num_experts_per_tok <= self.num_experts
+            self.num_experts is not None and self.num_experts_per_tok > self.num_experts
         ):
             raise ValueError(
                 f"num_experts_per_tok must be in [1, num_experts], or None if num_experts is None, got "
@@ -145,10 +148,15 @@ class StickBreakingConfig(PreTrainedConfig):
         if self.attention_multiplier is not None:
             check_finite("attention_multiplier", self.attention_multiplier)
         for name in ("embedding_multiplier", "residual_multiplier"):
-            check_number(name, getattr(self, name))
-        check_number("logits_scaling", self.logits_scaling, "a number other than 0", lambda x: x != 0)
-        for name in ("rms_norm_eps", "head_norm_eps"):
-            check_number(name, getattr(self, name), "a finite number of at least 0", lambda x: 0 <= x < math.inf)
+            check_finite(name, getattr(self, name))
+        check_number(
+            "logits_scaling", self.logits_scaling, "a finite number other than 0", lambda x: 0 < abs(x) < math.inf
+        )
+        # `head_output` rejects smaller numbers, when the model is called.
+        least_of_head = 1e-30 if self.head_norm is True else 0
+        for name, least in (("rms_norm_eps", 0), ("head_norm_eps", least_of_head)):
+            expected, fits = f"a finite number of at least {least}", lambda x, least=least: least <= x < math.inf
+            check_number(name, getattr(self, name), expected, fits)
 
     def _resolve_router_options(self) -> None:
         """Set the default of router_aux_loss_coef, and validate the options of the router."""

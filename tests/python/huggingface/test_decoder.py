@@ -316,8 +316,13 @@ def test_hidden_states_and_kept_logits():
         ({"mass_threshold": 1.0}, "mass_threshold 1.0"),
         ({"logits": "cosine"}, "logits 'dot' 'euclidean' 'cosine'"),
         ({"attention_multiplier": float("inf")}, "attention_multiplier inf"),
+        ({"embedding_multiplier": float("nan")}, "embedding_multiplier finite nan"),
+        ({"residual_multiplier": float("inf")}, "residual_multiplier finite inf"),
         ({"logits_scaling": 0.0}, "logits_scaling 0.0"),
+        ({"logits_scaling": float("inf")}, "logits_scaling finite inf"),
+        ({"logits_scaling": float("nan")}, "logits_scaling finite nan"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps 0 -1.0"),
+        ({"head_norm": True, "head_norm_eps": 0.0}, "head_norm_eps 1e-30 0.0"),
         ({"head_dim": 7}, "head_dim multiple 8 256 7"),
         ({"head_dim": 264}, "head_dim 256 264"),
         ({"head_dim": 0}, "head_dim 1 0"),
@@ -325,6 +330,10 @@ def test_hidden_states_and_kept_logits():
         ({"head_dim": 256, "logits": "euclidean"}, "head_dim 248 Euclidean 256"),
         ({"num_experts": 4}, "num_experts_per_tok None num_experts 4"),
         ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok 5 num_experts 4"),
+        ({"num_experts": 4, "num_experts_per_tok": 0}, "num_experts_per_tok 1 0"),
+        ({"num_experts": 4, "num_experts_per_tok": True}, "num_experts_per_tok int True"),
+        ({"num_experts": 4.0, "num_experts_per_tok": 2}, "num_experts int 4.0"),
+        ({"num_experts": "4", "num_experts_per_tok": 2}, "num_experts int '4'"),
     ],
 )
 def test_invalid_configurations(fields, words):
@@ -337,6 +346,12 @@ def test_invalid_configurations(fields, words):
     for name in (*multipliers, "rms_norm_eps", "head_norm_eps"):
         with pytest.raises(TypeError, match=mentions(f"{name} number str")):
             StickBreakingConfig(**SIZES | {name: "12"})
+
+
+def test_models_without_head_norm_ignore_its_epsilon():
+    """Converted models have the epsilon of all norms of their checkpoint."""
+    config = StickBreakingConfig(**SIZES | {"rms_norm_eps": 0.0, "head_norm_eps": 0.0})
+    assert StickBreakingForCausalLM(config)(tokens(1, 4)).logits.isfinite().all()
 
 
 def test_invalid_calls():
