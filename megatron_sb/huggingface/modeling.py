@@ -25,7 +25,7 @@ from transformers.utils import can_return_tuple
 from megatron_sb.huggingface.attention import NAME, attend
 from megatron_sb.huggingface.configuration import StickBreakingConfig
 from megatron_sb.huggingface.operators import head_output, shared_plan, stored_keys
-from megatron_sb.huggingface.packing import of_step_mask, with_documents
+from megatron_sb.huggingface.packing import check_position_shape, of_step_mask, with_documents
 from megatron_sb.huggingface.saved_folder import AUTO_CLASSES, LOADER, write_card, write_code
 from megatron_sb.nn.gates import OPEN_GATE, gates_of
 from megatron_sb.options import reach_of_heads
@@ -249,8 +249,23 @@ def _wants_router_logits(config: StickBreakingConfig, output_router_logits: bool
     return bool(wanted)
 
 
-def _check_labels(labels: Tensor | None, shift_labels: Tensor | None) -> None:
-    """Raise ValueError if labels would be shifted among the local rows of a shared sequence."""
+def _check_labels(
+    labels: Tensor | None, shift_labels: Tensor | None, x: Tensor | None, logits_to_keep: int | Tensor
+) -> None:
+    """Raise ValueError if labels have another shape than the tokens, or would be shifted among the rows of a rank.
+
+    x: input_ids or inputs_embeds.
+    """
+    given = {"labels": labels, "shift_labels": shift_labels}
+    check_optional_tensors(given)
+    for name, value in given.items():
+        # The loss flattens them, so that another shape of the same size would give a loss of other tokens.
+        if value is not None and isinstance(x, Tensor) and isinstance(logits_to_keep, int):
+            shape = (x.shape[0], min(logits_to_keep, x.shape[1]) if logits_to_keep else x.shape[1])
+            if value.shape != shape:
+                raise ValueError(
+                    f"{name} must have the shape of the logits' tokens, {shape}, got {tuple(value.shape)}."
+                )
     if labels is not None and shift_labels is None and shared_plan() is not None:
         raise ValueError(
             "labels must be None in shared_sequence, because the next token of a row can be on another rank, got a "
@@ -278,13 +293,15 @@ def _load_balancing_loss(config: StickBreakingConfig, outputs: MoeModelOutputWit
 
 
 def _given_cache(model: StickBreakingModel, cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
-    """Return the cache of older keys, which has two names. Raise ValueError if it cannot be used."""
+    """Return the cache of older keys, which has two names. Raise TypeError or ValueError if it cannot be used."""
     if cache is not None and past_key_values is not None and cache is not past_key_values:
         raise ValueError(
             "past_key_values must be None if cache is given, got another cache. Both names are for the same cache. "
             "PEFT's prefix tuning passes two caches with transformers 5.24 or later."
         )
     cache = past_key_values if cache is None else cache
+    if cache is not None and not isinstance(cache, Cache):
+        raise TypeError(f"cache must be a Cache of transformers, such as DynamicCache, got {type(cache).__name__}.")
     # The backward would compute the layers again.
     if cache is not None and model.gradient_checkpointing and model.training and torch.is_grad_enabled():
         raise ValueError(
@@ -292,16 +309,6 @@ def _given_cache(model: StickBreakingModel, cache: Cache | None, past_key_values
             "its keys a second time. Call model.gradient_checkpointing_disable(), or use torch.no_grad()."
         )
     return cache
-
-
-def _check_position_shape(position_ids: Tensor | None, x: Tensor) -> None:
-    """Raise ValueError unless position_ids have a row for each row of x (b, s, channels), or one for all."""
-    rows, length = x.shape[:2]
-    if position_ids is None or (
-        position_ids.dim() == 2 and position_ids.shape[0] in (1, rows) and position_ids.shape[1] == length
-    ):
-        return
-    raise ValueError(f"position_ids must have shape ({rows} or 1, {length}), got {tuple(position_ids.shape)}.")
 
 
 class StickBreakingModel(StickBreakingPreTrainedModel):
@@ -382,10 +389,13 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
             router_logits, fp32 (b * s, num_experts) for each layer.
 
         Raises:
-            ValueError: if an argument is not supported.
+            TypeError, ValueError: if an argument is not supported.
         """
         if self.config.output_attentions if output_attentions is None else output_attentions:
             raise ValueError("output_attentions must be False, got True: attention weights are never stored.")
+        check_optional_tensors(
+            {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "attention_mask": attention_mask}
+        )
         check_optional_tensors({"position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens_q})
         x = self._embedded(input_ids, inputs_embeds)
         use_cache = self.config.use_cache if use_cache is None else use_cache
@@ -400,7 +410,7 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
         # Not for the mask of a step with a static cache: a compiled graph must not read the length of that cache.
         may_have_documents = mask is None or getattr(mask, "is_padding_only", False)
         if may_have_documents and (cache is None or cache.get_seq_length() == 0):
-            _check_position_shape(position_ids, x)
+            check_position_shape(position_ids, x)
             mask = with_documents(mask, position_ids, cu_seq_lens_q, x.shape[:2])
         keep_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         keep_routing = _wants_router_logits(self.config, output_router_logits)
@@ -542,11 +552,13 @@ class StickBreakingForCausalLM(StickBreakingPreTrainedModel, GenerationMixin):
             aux_loss and router_logits, fp32 (b * s, num_experts) for each layer.
 
         Raises:
-            ValueError: if output_router_logits is True and the model has no experts, or an argument is not supported.
+            TypeError: if an argument has a wrong type.
+            ValueError: if output_router_logits is True and the model has no experts, labels or shift_labels have
+                another shape than the logits' tokens, or an argument is not supported.
         """
         # Not an argument: the Trainer takes every argument with "label" in its name for a required label.
         shift_labels = kwargs.pop("shift_labels", None)
-        _check_labels(labels, shift_labels)
+        _check_labels(labels, shift_labels, input_ids if inputs_embeds is None else inputs_embeds, logits_to_keep)
         keep_routing = _wants_router_logits(self.config, output_router_logits)
         outputs = self.model(
             input_ids,

@@ -104,6 +104,25 @@ def check_mask_shape(mask: Tensor, batch_size: int, num_keys: int | None = None)
     )
 
 
+def check_position_shape(position_ids: Tensor | None, x: Tensor) -> None:
+    """Raise ValueError unless position_ids have a row for each row of x (b, s, channels), or one for all.
+
+    Example:
+        >>> import torch
+        >>> from megatron_sb.huggingface.packing import check_position_shape
+        >>> check_position_shape(torch.zeros(1, 4), torch.zeros(2, 5, 32))
+        Traceback (most recent call last):
+            ...
+        ValueError: position_ids must have shape (2 or 1, 5), got (1, 4).
+    """
+    rows, length = x.shape[:2]
+    if position_ids is None or (
+        position_ids.dim() == 2 and position_ids.shape[0] in (1, rows) and position_ids.shape[1] == length
+    ):
+        return
+    raise ValueError(f"position_ids must have shape ({rows} or 1, {length}), got {tuple(position_ids.shape)}.")
+
+
 def leftpad_of(documents: Tensor) -> Tensor | None:
     """Return the number of padding tokens of each row, int32 (b,).
 

@@ -379,3 +379,38 @@ def test_positions_of_a_wrong_shape(shape, use_cache):
         make_model()(tokens(1, 2), position_ids=[[0, 0]])
     with pytest.raises(TypeError, match=mentions("cu_seq_lens_q torch.Tensor list")):
         make_model()(tokens(1, 2), cu_seq_lens_q=[0, 1, 2])
+
+
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+def test_labels_of_a_wrong_shape(name):
+    """The loss flattens labels: those of another shape gave a loss of other tokens."""
+    model, ids = make_model(), tokens(2, 8)
+    for shape in ((8, 2), (1, 16), (16,), (2, 7)):
+        with pytest.raises(ValueError, match=mentions(f"{name} (2, 8) {shape}")):
+            model(ids, **{name: torch.ones(shape, dtype=torch.long)})
+    with pytest.raises(ValueError, match=mentions(f"{name} (2, 3) (2, 8)")):
+        model(ids, logits_to_keep=3, **{name: ids})
+    embedded = model.get_input_embeddings()(ids)
+    with pytest.raises(ValueError, match=mentions(f"{name} (2, 8) (8, 2)")):
+        model(inputs_embeds=embedded, **{name: ids.t()})
+    losses = [model(**inputs, **{name: ids}).loss for inputs in ({"input_ids": ids}, {"inputs_embeds": embedded})]
+    torch.testing.assert_close(*losses)
+    assert model(ids, logits_to_keep=3, **{name: ids[:, -3:]}).loss.isfinite()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("attention_mask", [[1, 1]], "attention_mask torch.Tensor list"),
+        ("input_ids", [[1, 1]], "input_ids torch.Tensor list"),
+        ("inputs_embeds", [[1.0, 1.0]], "inputs_embeds torch.Tensor list"),
+        ("labels", [[1, 1]], "labels torch.Tensor list"),
+        ("shift_labels", [[1, 1]], "shift_labels torch.Tensor list"),
+        ("cache", ((torch.zeros(1), torch.zeros(1)),), "cache DynamicCache tuple"),
+        ("past_key_values", sb.KVCache(1, 8, 2, 8), "cache DynamicCache KVCache"),
+    ],
+)
+def test_arguments_of_a_wrong_type(name, value, words):
+    inputs = {} if name in ("input_ids", "inputs_embeds") else {"input_ids": tokens(1, 2)}
+    with pytest.raises(TypeError, match=mentions(words)):
+        make_model()(**inputs, **{name: value})
