@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from huggingface_hub import HfApi, ModelCard
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, cache_utils
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
@@ -33,6 +33,10 @@ from megatron_sb.validation import check_optional_tensors
 
 # The field of outputs that holds the cache. transformers 5.24 renamed it, and the argument of the same name.
 CACHE_FIELD = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+
+
+# Layers of quantized caches. transformers before 5.24 has no common base class.
+_QUANTIZED = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
 
 
 class StickBreakingGateProjection(nn.Linear):
@@ -252,10 +256,7 @@ def _wants_router_logits(config: StickBreakingConfig, output_router_logits: bool
 def _check_labels(
     labels: Tensor | None, shift_labels: Tensor | None, x: Tensor | None, logits_to_keep: int | Tensor
 ) -> None:
-    """Raise ValueError if labels have another shape than the tokens, or would be shifted among the rows of a rank.
-
-    x: input_ids or inputs_embeds.
-    """
+    """Raise ValueError if labels do not fit x, input_ids or inputs_embeds, or would be shifted among a rank's rows."""
     given = {"labels": labels, "shift_labels": shift_labels}
     check_optional_tensors(given)
     for name, value in given.items():
@@ -302,6 +303,12 @@ def _given_cache(model: StickBreakingModel, cache: Cache | None, past_key_values
     cache = past_key_values if cache is None else cache
     if cache is not None and not isinstance(cache, Cache):
         raise TypeError(f"cache must be a Cache of transformers, such as DynamicCache, got {type(cache).__name__}.")
+    has_columns = cache is not None and model.config.qk_head_dim is not None
+    if has_columns and any(isinstance(layer, _QUANTIZED) for layer in getattr(cache, "layers", ())):
+        raise ValueError(
+            f"cache must not be quantized with forget_gate or Euclidean logits, got {type(cache).__name__}: they add "
+            "columns to the keys that need full precision."
+        )
     # The backward would compute the layers again.
     if cache is not None and model.gradient_checkpointing and model.training and torch.is_grad_enabled():
         raise ValueError(

@@ -5,7 +5,8 @@ import torch
 from support import decoders
 from support.decoders import BIASES, EUCLIDEAN, GATES
 from support.messages import mentions
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, StaticCache
+from transformers.cache_utils import QuantizedLayer
 
 import megatron_sb as sb
 from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
@@ -379,6 +380,26 @@ def test_positions_of_a_wrong_shape(shape, use_cache):
         make_model()(tokens(1, 2), position_ids=[[0, 0]])
     with pytest.raises(TypeError, match=mentions("cu_seq_lens_q torch.Tensor list")):
         make_model()(tokens(1, 2), cu_seq_lens_q=[0, 1, 2])
+
+
+class RoundingLayer(QuantizedLayer):
+    """Keys and values as they are: the installed packages quantize none."""
+
+    def _quantize(self, tensor, axis):
+        return tensor
+
+    def _dequantize(self, tensor):
+        return tensor
+
+
+@pytest.mark.parametrize("variant", [GATES, EUCLIDEAN], ids=str)
+def test_quantized_caches_need_plain_keys(variant):
+    """The columns of variants would lose the digits that they split a number into."""
+    ids, layers = tokens(1, 8), [RoundingLayer() for _ in range(2)]
+    with pytest.raises(ValueError, match=mentions("cache quantized forget_gate Euclidean")):
+        make_model(**variant)(ids, cache=Cache(layers=layers))
+    model = make_model()
+    torch.testing.assert_close(model(ids, cache=Cache(layers=layers)).logits, model(ids).logits)
 
 
 @pytest.mark.parametrize("name", ["labels", "shift_labels"])
