@@ -147,7 +147,7 @@ def parallel_stickbreaking_attn(
             b must be 1. Default None: no packing.
 
     Returns:
-        o: (b, t, h, d_v) in q's dtype.
+        o: (b, t, h, d_v) in q's dtype, contiguous.
         rem: (b, t, h) in q's dtype, the mass.
 
     Raises:
@@ -179,7 +179,7 @@ def parallel_stickbreaking_attn(
     else:
         packed = stickbreaking_attention_varlen(*(x[0] for x in padded), _as_int32(cu_seqlens), **options)
         out, mass = (x[None] for x in packed)
-    return out[..., : v.shape[-1]], mass.transpose(1, 2).to(q.dtype).contiguous()
+    return out[..., : v.shape[-1]].contiguous(), mass.transpose(1, 2).to(q.dtype).contiguous()
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, shape: str) -> None:
