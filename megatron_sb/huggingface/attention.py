@@ -76,6 +76,7 @@ def without_positions(config: PreTrainedConfig) -> PreTrainedConfig:
         config.
 
     Raises:
+        TypeError: if config is no configuration of transformers, for example a model.
         ValueError: if the configuration has no rope_parameters.
 
     Example:
@@ -84,6 +85,8 @@ def without_positions(config: PreTrainedConfig) -> PreTrainedConfig:
         >>> without_positions(LlamaConfig()).rope_parameters["rope_type"]
         'none (needs: import megatron_sb.huggingface)'
     """
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(f"config must be a PreTrainedConfig of transformers, got {type(config).__name__}.")
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None)
     if not rope:

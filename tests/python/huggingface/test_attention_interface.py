@@ -412,3 +412,5 @@ def test_unsupported_calls():
         make_model(without_rotation(output_attentions=True))(ids)
     with pytest.raises(ValueError, match=mentions("'gpt2' rope_parameters")):
         without_positions(GPT2Config())
+    with pytest.raises(TypeError, match=mentions("config PreTrainedConfig LlamaForCausalLM")):
+        without_positions(model)
