@@ -7,6 +7,7 @@ September 2025. A program runs unmodified under this module, also with torchrun:
     python -m megatron_sb.integrations.stickbreaking_attention -m MODULE ARGUMENTS..
 """
 
+import importlib.util
 import os
 import runpy
 import sys
@@ -77,6 +78,7 @@ def main() -> None:
         install()
         sys.argv = rest
         _set_paths(os.getcwd())
+        _check_module(rest[0])
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif first.endswith(".py") and os.path.isfile(first):
         install()
@@ -85,6 +87,20 @@ def main() -> None:
         runpy.run_path(first, run_name="__main__")
     else:
         raise SystemExit(f"{_USAGE}\nSCRIPT.py must be an existing Python file, got {first!r}.")
+
+
+def _check_module(name: str) -> None:
+    """End with a message if there is no such module. runpy's error would show a traceback of this module."""
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):  # an import within a package that exists
+            raise
+        found = None
+    except ValueError:  # a relative name
+        found = None
+    if found is None:
+        raise SystemExit(f"{_USAGE}\nMODULE must be a module that can be imported, got {name!r}.")
 
 
 def _set_paths(folder: str) -> None:

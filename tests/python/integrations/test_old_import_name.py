@@ -90,8 +90,11 @@ def test_processes_that_a_program_spawns(tmp_path):
     assert done.stdout == "megatron_sb.compat megatron_sb.compat\n0\n", done.stderr
 
 
-@pytest.mark.parametrize("arguments", [[], ["missing.py"], ["-m"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["missing.py"], ["-m"], ["-m", "missing"], ["-m", "missing.module"], ["-m", "os.missing"]]
+)
 def test_missing_programs(arguments, tmp_path):
     command = [sys.executable, "-m", "megatron_sb.integrations.stickbreaking_attention", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "usage: python -m" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
