@@ -7,6 +7,8 @@ value for each key and KV head.
 import torch
 from torch import Tensor, nn
 
+from megatron_sb.validation import check_finite, check_tensor
+
 # Initial bias of a. With f = 0.993 the attention is close to attention without gates. The derivative f (1 - f) = 0.007
 # is still large enough to learn from.
 OPEN_GATE = 5.0
@@ -50,10 +52,14 @@ def add_to_backward(x: Tensor, loss: Tensor) -> Tensor:
 
     Args:
         x: any tensor that the main loss depends on.
-        loss: scalar auxiliary loss.
+        loss: scalar auxiliary loss, a tensor with one element.
 
     Returns:
         x, as a view.
+
+    Raises:
+        TypeError: If an argument is not a tensor.
+        ValueError: If loss has another number of elements than 1.
 
     Example:
         >>> import torch
@@ -63,6 +69,10 @@ def add_to_backward(x: Tensor, loss: Tensor) -> Tensor:
         >>> x.grad
         tensor([3., 3.])
     """
+    check_tensor("x", x)
+    check_tensor("loss", loss)
+    if loss.numel() != 1:  # Megatron's loss scales, and so its losses, have the shape (1,)
+        raise ValueError(f"loss must be a scalar, got shape {tuple(loss.shape)}. Reduce it, for example to its mean.")
     return _AddToBackward.apply(x, loss)
 
 
@@ -81,6 +91,7 @@ def gates_of(logits: Tensor) -> Tensor:
         >>> gates_of(torch.zeros(2, dtype=torch.bfloat16))
         tensor([0.5000, 0.5000])
     """
+    check_tensor("logits", logits)
     return wide(logits).sigmoid()
 
 
@@ -106,6 +117,7 @@ def forget_gate_loss(f: Tensor) -> Tensor:
         >>> forget_gate_loss(torch.tensor([1.0, 0.5]))
         tensor(0.3466)
     """
+    check_tensor("f", f)
     closed = -wide(f).clamp_min(_MIN_GATE).log()  # the smallest gate would be 0 in fp16
     return closed.mean() if f.numel() else closed.sum()  # of a rank without rows
 
@@ -115,10 +127,14 @@ def keep_gates_open(f: Tensor, coefficient: float) -> Tensor:
 
     Args:
         f: gates in [0, 1], of any shape.
-        coefficient: factor of the auxiliary loss.
+        coefficient: factor of the auxiliary loss, a finite number.
 
     Returns:
         f, as a view.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If coefficient is not finite.
 
     Example:
         >>> import torch
@@ -128,4 +144,5 @@ def keep_gates_open(f: Tensor, coefficient: float) -> Tensor:
         >>> f.grad  # 1 - 0.1 / (2 f)
         tensor([0.9000, 0.8000])
     """
+    check_finite("coefficient", coefficient)
     return add_to_backward(f, coefficient * forget_gate_loss(f))

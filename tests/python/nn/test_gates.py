@@ -43,6 +43,13 @@ def test_the_loss_of_half_precision_gates_is_computed_in_fp32(dtype):
     assert f.grad.dtype == dtype and f.grad.isfinite().all()
 
 
+def test_a_loss_may_have_one_dimension():
+    """Megatron's loss scale has the shape (1,), and so has a loss that it multiplies."""
+    x = torch.ones(2, requires_grad=True)
+    add_to_backward(x, torch.ones(1) * (2 * x).sum()).sum().backward()
+    assert x.grad.tolist() == [3.0, 3.0]
+
+
 def test_add_to_backward_adds_the_gradient_of_a_loss():
     x = torch.ones(2, requires_grad=True)
     add_to_backward(x, (x * 2).sum()).sum().backward()
@@ -84,6 +91,24 @@ def test_training_closes_gates_of_useless_keys_only():
         optimizer.step()
     f = gates_of(module.gate_proj(x))[0, :, 0]
     assert f[0::3].min() > 0.8 and f[1::3].max() < 0.2, f
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: gates_of([0.0]), TypeError, "logits torch.Tensor list"),
+        (lambda: forget_gate_loss(0.5), TypeError, "f torch.Tensor float"),
+        (lambda: keep_gates_open([0.5], 0.1), TypeError, "f torch.Tensor list"),
+        (lambda: keep_gates_open(torch.ones(2), math.nan), ValueError, "coefficient finite nan"),
+        (lambda: keep_gates_open(torch.ones(2), torch.ones(())), TypeError, "coefficient finite Tensor"),
+        (lambda: add_to_backward([1.0], torch.ones(())), TypeError, "x torch.Tensor list"),
+        (lambda: add_to_backward(torch.ones(2), 1.0), TypeError, "loss torch.Tensor float"),
+        (lambda: add_to_backward(torch.ones(2), torch.ones(2)), ValueError, "loss scalar (2,)"),
+    ],
+)
+def test_an_invalid_argument_raises_an_error(call, error, words):
+    with pytest.raises(error, match=mentions(words)):
+        call()
 
 
 @pytest.mark.parametrize(
