@@ -49,7 +49,8 @@ class Packing:
             (tensor([1, 2, 3, 4]), tensor([0, 2, 4], dtype=torch.int32))
         """
         row = torch.arange(len(documents), device=documents.device)[:, None]
-        unique_number = row * (documents.max() + 1) + documents
+        largest = documents.max() if documents.numel() else 0  # of a batch without rows
+        unique_number = row * (largest + 1) + documents
         is_token = documents > 0
         is_query = torch.zeros_like(is_token)
         is_query[:, -num_queries:] = is_token[:, -num_queries:]

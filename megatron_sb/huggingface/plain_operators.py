@@ -204,7 +204,8 @@ def attend_to_filled(
         torch.Size([2, 1, 4, 16])
     """
     options = AttentionOptions(scale, attend_current, mass_threshold, logits, reach)
-    num_keys = int(num_keys[0]) if isinstance(num_keys, Tensor) else num_keys
+    if isinstance(num_keys, Tensor):
+        num_keys = int(num_keys[0]) if len(num_keys) else q.shape[1]  # of a batch without rows
     k, gate = keys_and_gates(k[:, :num_keys], q.shape[-1], logits=logits, forget_gate=forget_gate)
     o, mass = _attention(q, k, v[:, :num_keys], gate, options, leftpad)
     return (o, mass) if return_mass else o

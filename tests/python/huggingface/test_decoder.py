@@ -219,6 +219,20 @@ def test_logits_with_a_cache(variant, cache, padding):
         torch.testing.assert_close(logits[kept].double(), expected_logits(model, row[kept]), atol=5e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_batches_without_rows(cache, padding):
+    """A rank can have none of the rows of a batch."""
+    model, ids, end = make_model(**GATES), tokens(0, 12), 0
+    cache = DynamicCache() if cache == "dynamic" else StaticCache(model.config, max_cache_len=16)
+    for count in (8, 3, 1):
+        begin, end = end, end + count
+        mask = torch.ones(0, end, dtype=torch.long) if padding else None
+        with torch.no_grad():
+            logits = model(ids[:, begin:end], attention_mask=mask, past_key_values=cache).logits
+        assert logits.shape == (0, count, 97)
+
+
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 def test_cache_under_both_names(name):
     """With either name of the cache, the second half of a row has the logits of the whole row."""

@@ -222,3 +222,9 @@ def test_gates_have_as_many_bits_as_in_the_caches_of_the_package():
     for module in (plain_operators, kvcache):
         stored = module.stored_keys(torch.zeros(1, 100, 2, 8, dtype=torch.bfloat16), forget_gate=gate)
         assert torch.equal(module.keys_and_gates(stored, 8, forget_gate=True)[1], gate)
+
+
+def test_a_step_without_rows():
+    """A static cache gives the number of keys for each row. A batch can have none."""
+    q, k, num_keys = torch.randn(0, 1, 4, 16), torch.randn(0, 9, 2, 16), torch.zeros(0, dtype=torch.int32)
+    assert plain_operators.attend_to_filled(q, k, k, num_keys=num_keys, leftpad=num_keys).shape == (0, 1, 4, 16)
