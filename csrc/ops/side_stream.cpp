@@ -2,13 +2,14 @@
 
 #if defined(SB_WITH_CUDA)
 #include <ATen/cuda/CUDAEvent.h>
-#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <exception>
 #include <mutex>
 #include <unordered_map>
+
+#include "kernels/common/launch.h"
 #endif
 
 namespace megatron_sb::ops {
@@ -27,7 +28,8 @@ CUDAStream side_of(const CUDAStream& main) {
     if (known != sides.end()) return known->second;
     const c10::cuda::CUDAGuard guard(main.device());
     cudaStream_t stream = nullptr;
-    C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    common::check("two streams", "cudaStreamCreateWithFlags",
+                  cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     return sides.emplace(main, c10::cuda::getStreamFromExternal(stream, main.device_index())).first->second;
 }
 

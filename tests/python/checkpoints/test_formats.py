@@ -413,7 +413,7 @@ def test_the_choice_of_kv_heads_is_required(tmp_path, capsys):
         ({"model_type": "gpt2"}, "model_type must be one of .* got 'gpt2'"),
         ({"kv_head_layout": "swapped"}, "kv_head_layout must be 'grouped' or 'tiled', got 'swapped'"),
         ({"attention_head_type": "gqa", "num_key_value_heads": 0}, "json: num_key_value_heads is required"),
-        ({"m_emb": "12"}, "json: embedding_multiplier must be a number, got str"),
+        ({"m_emb": "12"}, "json: embedding_multiplier must be a finite number, got str"),
         ({"n_inner": 32}, "Weights of the wrong shape in the checkpoint .*mlp"),
     ],
 )

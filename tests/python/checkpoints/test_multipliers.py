@@ -144,7 +144,7 @@ def test_the_command_says_what_is_folded(tmp_path, capsys):
     ("dtype", "changes", "message"),
     [
         (torch.float32, {"embedding_multiplier": 0.0}, "embedding_multiplier must be finite and not 0 .* fla .* got 0"),
-        (torch.float32, {"logits_scaling": float("inf")}, "logits_scaling must be finite .* got inf"),
+        (torch.float32, {"residual_multiplier": 0.0}, "residual_multiplier must be finite and not 0 .* fla .* got 0"),
         (torch.float16, {"embedding_multiplier": 1e6}, r"embed_tokens.weight times 1e\+06 must be at most 65504 .*16"),
     ],
 )
