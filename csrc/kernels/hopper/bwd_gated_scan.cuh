@@ -18,10 +18,10 @@ __device__ __forceinline__ float exact_w(float inverse_e) {
 // replaces E, with w = 1 - sigma = 1 - beta / f. This loses at most 2^-12 of w, unless a logit is above
 // log(kLargeOdds). A warp with such a logit (form() is kLarge) keeps E and computes e' again at each use.
 template <bool kKeepsE>
-class GatedFastScan : public FastScan {
+class GatedFastScan : public FastScan<false> {
   public:
     __device__ __forceinline__ GatedFastScan(float product_offset, const HalfTileGates& gates, int t)
-        : FastScan(product_offset), gates_(gates), t_(t) {}
+        : FastScan<false>(product_offset), gates_(gates), t_(t) {}
 
     // Replaces scores by e', or by E if form() is kLarge.
     __device__ __forceinline__ void exponentials(float (&s)[32], const HeadLogits& logits, int t) {

@@ -69,15 +69,16 @@ class HalfScan : protected BackwardThread<T> {
     // The scans of a step.
     __device__ __forceinline__ auto slow_scan() const {
         if constexpr (T::kGated)
-            return SlowScan(half_, product_offset_, GatedScores{control_.gates_of_half[half_], lane_ % 4});
+            return SlowScan<GatedScores, false>(half_, product_offset_,
+                                                GatedScores{control_.gates_of_half[half_], lane_ % 4});
         else
-            return SlowScan<PlainScores>(half_, product_offset_);
+            return SlowScan<PlainScores, T::kKeepsReciprocals>(half_, product_offset_);
     }
     __device__ __forceinline__ auto fast_scan() const {
         if constexpr (T::kGated)
             return GatedFastScan<T::kHeadDim == 64>(product_offset_, control_.gates_of_half[half_], lane_ % 4);
         else
-            return FastScan(product_offset_);
+            return FastScan<T::kKeepsReciprocals>(product_offset_);
     }
 
     // Reads the gates of this half of a key tile. All threads of the warpgroup call it before the first scan of the

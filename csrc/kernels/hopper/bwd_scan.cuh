@@ -6,8 +6,9 @@
 //     dz = (g - e b) / (1 + e)     m' = m (1 + e)     b' = b + g
 //
 // m is the mass at the older edge of a key, and b the prefix there (the sum of g over all older keys, plus P dP). m'
-// and b' are the values at its newer edge. FastScan uses the same dz in another form: g - beta (b + g), with the
-// fraction beta = e / (1 + e) = A / m'.
+// and b' are the values at its newer edge. FastScan uses the same dz in other forms: g - beta (b + g), with the
+// fraction beta = e / (1 + e) = A / m', or A (dO . v - (b + g) / m'), which takes one instruction less for each key and
+// keeps one number more.
 //
 // FastScan needs rows that have started in older keys. It computes masses from the older edge of the half tile to the
 // newer one. No product of (1 + e) exceeds 2^64, because the mass rises from at least 2^-64 to at most 1.
@@ -31,7 +32,7 @@ using common::HeadLogits;
 
 // The formulas of a step. The same for all lanes of a warp.
 enum class ScanForm {
-    kSmall,     // the products of 1 + e are at most FastScan::kLargeProduct
+    kSmall,     // the products of 1 + e over the keys of a thread are at most kLargeProduct (FastScan)
     kLarge,     // some are not
     kKeyByKey,  // so is one of a row that starts in this half tile; or forget gates
 };
@@ -80,12 +81,15 @@ __device__ __forceinline__ void prevent_reuse(float (&s)[32]) {
     for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(s[i]));
 }
 
+// With kKeepsReciprocals, 1 / m' of each score is kept (BackwardTraits says for which heads).
+template <bool kKeepsReciprocals>
 class FastScan {
   public:
     // Where e is large, beta is close to 1, and g - beta G loses what is left of g. Then om G - (G - g) is exact
     // enough, with om = 1 - beta = 1 / (1 + e). It takes more instructions, so only warps use it in which the product
     // of 1 + e over the keys of a thread is above this bound. Below it, the loss is at most 2^-12 of the result.
     static constexpr float kLargeProduct = 0x1p12f;
+    using Reciprocals = float[kKeepsReciprocals ? 32 : 1];  // of m', at the newer edges of this thread's keys
 
     __device__ __forceinline__ explicit FastScan(float product_offset) : multiply_(product_offset) {}
 
@@ -121,28 +125,38 @@ class FastScan {
 
     template <class Element, ScanForm kForm>
     __device__ __forceinline__ void weights(int r, float (&s)[32], float (&dp)[32], uint32_t (&packed)[8]) {
-        sum_[r] = weights_of_row<Element, kForm == ScanForm::kLarge>(r, mass_[r], s, dp, packed);
+        sum_[r] = weights_of_row<Element, kForm == ScanForm::kLarge>(r, mass_[r], s, dp, reciprocals_, packed);
     }
     // Packs the weights of row r, with mass m at the older edge of this thread's keys. Replaces s by
     // beta = e / (1 + e), which is A over the mass at the newer edge of the key, and dp by its part of dz that does not
     // depend on the keys of older threads: g - beta G, where G is the sum of g from the oldest key of this thread to
-    // this key. Returns the sum of g over the keys of this thread.
+    // this key. If 1 / m' is kept, replaces s by A and dp by dP - G / m'. Returns the sum of g over the keys of this
+    // thread.
     template <class Element, bool kLarge>
     __device__ __forceinline__ static float weights_of_row(int r, float m, float (&s)[32], float (&dp)[32],
-                                                           uint32_t (&packed)[8]) {
+                                                           Reciprocals& reciprocals, uint32_t (&packed)[8]) {
         constexpr float kScale = common::kWeightScale<Element>;
         float sum = 0.f, older;
 #pragma unroll
         for (int k = 0; k < kBackwardKeysPerThread; ++k) {
             const int i = accumulator_register(r, k);
             const float e = s[i], a = e * m, g = dp[i] * a, newer_mass = fmaf(e, m, m);
-            const float inverse = reciprocal(newer_mass), newer_sum = k == 0 ? g : sum + g;
-            s[i] = a * inverse;
-            dp[i] = fmaf(-s[i], newer_sum, g);
-            if (kLarge && e > 1.f) {
-                const float om = m * inverse;
-                s[i] = 1.f - om;
-                dp[i] = fmaf(om, newer_sum, -sum);
+            const float inverse = reciprocal(newer_mass);
+            float newer_sum = g;
+            if constexpr (kKeepsReciprocals && !kLarge) {
+                if (k > 0) newer_sum = fmaf(dp[i], a, sum);
+                s[i] = a;
+                dp[i] = fmaf(-inverse, newer_sum, dp[i]);
+                reciprocals[i] = inverse;
+            } else {
+                if (k > 0) newer_sum = sum + g;
+                s[i] = a * inverse;
+                dp[i] = fmaf(-s[i], newer_sum, g);
+                if (kLarge && e > 1.f) {
+                    const float om = m * inverse;
+                    s[i] = 1.f - om;
+                    dp[i] = fmaf(om, newer_sum, -sum);
+                }
             }
             m = newer_mass;
             sum = newer_sum;
@@ -162,21 +176,25 @@ class FastScan {
         }
     }
 
-    template <class Element, ScanForm>
-    __device__ __forceinline__ void logit_gradients(int r, const float (&beta)[32], const float (&dp)[32],
+    template <class Element, ScanForm kForm>
+    __device__ __forceinline__ void logit_gradients(int r, const float (&s)[32], const float (&dp)[32],
                                                     uint32_t (&packed)[8]) const {
-        gradients_of_row<Element>(r, prefix_[r], beta, dp, packed);
+        gradients_of_row<Element, kForm == ScanForm::kLarge>(r, prefix_[r], s, dp, reciprocals_, packed);
     }
-    // Packs dz of row r, with prefix b at the older edge of this thread's keys:
-    // dz = (g - e b) / (1 + e) = g - beta (b + g). `dp` holds g - beta G.
-    template <class Element>
-    __device__ __forceinline__ static void gradients_of_row(int r, float b, const float (&beta)[32],
-                                                            const float (&dp)[32], uint32_t (&packed)[8]) {
+    // Packs dz of row r, with prefix b at the older edge of this thread's keys. The other numbers are those of
+    // weights_of_row(): dz is beta b less than g - beta G, or A times (dP - G / m' - b / m').
+    template <class Element, bool kLarge>
+    __device__ __forceinline__ static void gradients_of_row(int r, float b, const float (&s)[32], const float (&dp)[32],
+                                                            const Reciprocals& reciprocals, uint32_t (&packed)[8]) {
+        const auto dz = [&](int i) {
+            if constexpr (kKeepsReciprocals && !kLarge)
+                return s[i] * fmaf(-reciprocals[i], b, dp[i]);
+            else
+                return fmaf(-s[i], b, dp[i]);
+        };
 #pragma unroll
-        for (int k = 0; k < kBackwardKeysPerThread; k += 2) {
-            const int i = accumulator_register(r, k), j = accumulator_register(r, k + 1);
-            packed[k / 2] = pack<Element>(fmaf(-beta[i], b, dp[i]), fmaf(-beta[j], b, dp[j]));
-        }
+        for (int k = 0; k < kBackwardKeysPerThread; k += 2)
+            packed[k / 2] = pack<Element>(dz(accumulator_register(r, k)), dz(accumulator_register(r, k + 1)));
     }
 
     float newer_mass[2], newer_prefix[2];  // at the newer edge of the half tile
@@ -194,6 +212,7 @@ class FastScan {
     }
 
     const UnbiasedProduct multiply_;
+    Reciprocals reciprocals_;
     float sum_[2];               // sum of g over the keys of this thread
     float mass_[2], prefix_[2];  // at the older edge of this thread's keys
     bool large_;                 // form() is kLarge
@@ -215,15 +234,17 @@ struct PlainScores {
     __device__ __forceinline__ static float w(float e) { return reciprocal(1.f + e); }
 };
 
-template <class Scores>
+template <class Scores, bool kKeepsReciprocals>
 class SlowScan;
 template <class Scan>
 inline constexpr bool kIsSlow = false;
-template <class Scores>
-inline constexpr bool kIsSlow<SlowScan<Scores>> = true;
+template <class Scores, bool kKeepsReciprocals>
+inline constexpr bool kIsSlow<SlowScan<Scores, kKeepsReciprocals>> = true;
 
-template <class Scores>
+template <class Scores, bool kKeepsReciprocals>
 class SlowScan {
+    using Fast = FastScan<kKeepsReciprocals>;
+
   public:
     __device__ __forceinline__ SlowScan(int half, float product_offset, const Scores& scores = {})
         : half_(half), multiply_(product_offset), scores_(scores) {}
@@ -239,7 +260,7 @@ class SlowScan {
                 product = fmaf(product, Scores::odds(x, c), product);
             });
             products_[r] = multiply_over_quad(product, t, multiply_);
-            large_[r] = !(product <= FastScan::kLargeProduct);  // also if it is NaN, as infinity times e = 0
+            large_[r] = !(product <= Fast::kLargeProduct);  // also if it is NaN, as infinity times e = 0
         }
     }
     __device__ __forceinline__ ScanForm form() const {
@@ -295,8 +316,8 @@ class SlowScan {
             sum_[r] =
                 weights_key_by_key<Element>(r, started_[r] ? newer_mass[r] * products_[r].newer : 0.f, s, dp, packed);
         else  // with any mass, the weights of a row that has not started are 0
-            sum_[r] = FastScan::weights_of_row<Element, kForm == ScanForm::kLarge>(
-                r, started_[r] ? products_[r].older * older_mass_[r] : 1.f, s, dp, packed);
+            sum_[r] = Fast::template weights_of_row<Element, kForm == ScanForm::kLarge>(
+                r, started_[r] ? products_[r].older * older_mass_[r] : 1.f, s, dp, reciprocals_, packed);
     }
     __device__ __forceinline__ void prefixes(int t) {
 #pragma unroll
@@ -313,7 +334,8 @@ class SlowScan {
         if (kForm == ScanForm::kKeyByKey)
             gradients_key_by_key<Element>(r, s, dp, packed);
         else
-            FastScan::gradients_of_row<Element>(r, prefix_[r], s, dp, packed);
+            Fast::template gradients_of_row<Element, kForm == ScanForm::kLarge>(r, prefix_[r], s, dp, reciprocals_,
+                                                                                packed);
     }
 
     float newer_mass[2], newer_prefix[2];
@@ -382,7 +404,8 @@ class SlowScan {
     const UnbiasedProduct multiply_;
     const Scores scores_;
     QuadScan products_[2];  // of 1 + e, or of the odds that gates leave; with kKeyByKey of its reciprocals
-    float older_mass_[2];   // at the older edge of the half tile, of a row that has started
+    typename Fast::Reciprocals reciprocals_;
+    float older_mass_[2];  // at the older edge of the half tile, of a row that has started
     float prefix_[2], sum_[2];
     bool large_[2];  // whether the product of this thread's keys is large, or the mass of the record too small
     bool here_[2], started_[2], unstarted_nan_[2];

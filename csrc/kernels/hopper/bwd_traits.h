@@ -159,6 +159,9 @@ struct BackwardTraits {
                       kThreads / 128 * kLaunchRegisters,
                   "all warpgroups together must not use more registers than the CTA has at launch");
 
+    // In the scans without forget gates, which have 32 registers more for them up to 96 columns (bwd_scan.cuh).
+    static constexpr bool kKeepsReciprocals = kHeadDim < 128;
+
     static constexpr int kQdoStages = kWide ? 2 : 3;             // of Q and dO
     static constexpr int kTileBuffers = kHeadDim == 64 ? 2 : 1;  // of K and V
     static constexpr int kDzSlots = kHeadDim == 256 ? 1 : 2;     // of dz
