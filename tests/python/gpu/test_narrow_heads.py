@@ -15,7 +15,7 @@ pytestmark = [
         torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs the Hopper kernels"
     ),
 ]
-WIDTHS = [(8, 8), (40, 24), (64, 8), (24, 64), (72, 72), (96, 96), (88, 16), (16, 80), (80, 128), (128, 56), (120, 112)]
+WIDTHS = [(8, 8), (40, 24), (64, 8), (24, 64), (72, 72), (96, 80), (88, 16), (16, 80), (80, 128), (128, 56), (120, 112)]
 WIDTHS += [(144, 128), (160, 8), (192, 72), (136, 136), (200, 64), (64, 248), (240, 256)]
 widths = pytest.mark.parametrize(("d", "d_v"), WIDTHS)
 EDGES = torch.tensor([0, 1, 1, 130, 700, 990], dtype=torch.int32)
@@ -24,7 +24,7 @@ EDGES = torch.tensor([0, 1, 1, 130, 700, 990], dtype=torch.int32)
 def padded(x: Inputs) -> tuple[Inputs, float]:
     """Return the inputs with zeros in the columns after theirs, as wide as the kernel's tiles, and their scale."""
     d, d_v = x.q.shape[-1], x.v.shape[-1]
-    kernels = ((64, 64), (128, 128), (192, 128), (256, 256))
+    kernels = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
     width, width_v = next(kernel for kernel in kernels if d <= kernel[0] and d_v <= kernel[1])
     return Inputs(
         *(pad(t, (0, width - d)) for t in (x.q, x.k)), *(pad(t, (0, width_v - d_v)) for t in (x.v, x.do)), x.dmass

@@ -267,7 +267,7 @@ class TestModule:
         assert cache.dtype == torch.float32
         words = mentions("cache dtype=torch.bfloat16 dtype=torch.float32")
         with torch.no_grad():
-            with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match=words):
+            with torch.autocast(x.device.type, dtype=torch.bfloat16), pytest.raises(TypeError, match=words):
                 module(x, cache=cache)
             with pytest.raises(TypeError, match=words):
                 module.bfloat16()(x.bfloat16(), cache=cache)
