@@ -96,14 +96,14 @@ def test_wgmma_descriptors_stay_in_uniform_registers(kernels):
     """Otherwise each wgmma waits for moves (R2UR), for example if the end of a loop does not look uniform to ptxas.
 
     The forward then loses 5% of its speed. The backward at head_dim 96 and 128 reads the address of dq from shared
-    memory. This needs two moves, and two more with 136 columns. With forget gates, the backward at head_dim 64 moves
-    the flags of a step between two products.
+    memory. This needs two moves, and two more with 136 columns. The backward at head_dim 64 moves the flags of a step
+    between two products.
     """
     for name, code in kernels.items():
         loops = innermost_loops_of_products(code)
-        backward, narrow, gated = "8backward" in name, "Li64E" in name, "Lb1E" in name
+        backward, narrow = "8backward" in name, "Li64E" in name
         assert len(loops) >= (3 if backward and narrow else 2 if backward else 1), name
-        allowed = 0 if not backward else int(gated) if narrow else 4 if "Li136E" in name else 2
+        allowed = 0 if not backward else 1 if narrow else 4 if "Li136E" in name else 2
         for loop in loops:
             products = [i for i, instruction in enumerate(loop) if "HGMMA" in instruction]
             moves = 0
