@@ -77,25 +77,15 @@ class BackwardConsumer : HalfScan<T> {
     // Issues dQ = dz K into the registers of dP: one of the two is dead whenever the other is in use.
     __device__ __forceinline__ void issue_dq(int slot) {
         const uint32_t dz = this->opaque(dz_ >> 4) + slot * 2 * kPanel - half_ * kPanel;
-        const uint32_t k_columns = this->opaque(k_columns_low_);
-        wgmma_overwrite<0, 1>(Element{}, dp_, descriptor(dz), descriptor(k_columns));
-#pragma unroll
-        for (int i = 1; i < T::kKeyTile / 16; ++i)
-            wgmma_accumulate<0, 1>(Element{}, dp_, descriptor(dz + i / 4 * kPanel + i % 4 * 2),
-                                   descriptor(k_columns + i / 4 * kTile + i % 4 * 128));
-        wgmma_commit();
+        Base::issue_dq(dp_, dz, this->opaque(k_columns_low_));
     }
     // Issues dV += A^T dO and dK += dz^T Q.
     __device__ __forceinline__ void issue_dk_dv(int stage, int slot) {
         constexpr uint32_t kNextColumns = uint32_t(kPanel) << 16;
         const uint32_t q = (this->opaque(qdo_low_) + stage * kStage) | kNextColumns, d_o = q + kTile;
         const uint32_t dz = this->opaque(dz_ >> 4) + slot * 2 * kPanel, weights = this->opaque(weights_ >> 4);
-#pragma unroll
-        for (int i = 0; i < kStepRows / 16; ++i)
-            wgmma_accumulate<1, 1>(Element{}, dv_, descriptor(weights + i * 128), descriptor(d_o + i * 128));
-#pragma unroll
-        for (int i = 0; i < kStepRows / 16; ++i)
-            wgmma_accumulate<1, 1>(Element{}, dk_, descriptor(dz + i * 128), descriptor(q + i * 128));
+        this->add_product_over_rows(dv_, weights, d_o);
+        this->add_product_over_rows(dk_, dz, q);
         if constexpr (T::kBiases > 0) this->issue_bias_dk(dk_biases_, dz, stage);
         wgmma_commit();
     }
@@ -103,15 +93,9 @@ class BackwardConsumer : HalfScan<T> {
     // ---- rounds -------------------------------------------------------------------------------------------------
 
     __device__ __forceinline__ void begin_tile() {
-#pragma unroll
-        for (int i = 0; i < kHeadDim / 2; ++i) dk_[i] = dv_[i] = 0.f;
-        if constexpr (T::kBiases > 0) {
-#pragma unroll
-            for (float& x : dk_biases_) x = 0.f;
-            fence_accumulator(dk_biases_);
-        }
-        fence_accumulator(dk_);
-        fence_accumulator(dv_);
+        if constexpr (T::kBiases > 0) clear_accumulator(dk_biases_);
+        clear_accumulator(dk_);
+        clear_accumulator(dv_);
         wgmma_fence();
         this->issue_scores(stage_.slot, 0);
         issue_dp(stage_.slot);
@@ -236,9 +220,7 @@ class BackwardConsumer : HalfScan<T> {
         this->add_dq(number, target, dp_, half_, dz_sum);
     }
     // Waits until both warpgroups have written dz of step `number`.
-    __device__ __forceinline__ void wait_for_dz(uint32_t number) {
-        control_.dz.wait_full(DzPlace::of(number));
-    }
+    __device__ __forceinline__ void wait_for_dz(uint32_t number) { control_.dz.wait_full(DzPlace::of(number)); }
 
     uint32_t k_columns_low_;
     Stage<T> stage_;               // of step number_

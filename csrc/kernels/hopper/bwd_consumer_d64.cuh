@@ -38,11 +38,11 @@ class SumWarpgroup : BackwardThread<T> {
             if (step(number_).flags & kEndOfWork) return;
             const auto tile = Place<T::kTileBuffers>::of(tiles);
             control_.kv.wait_full(tile);
+            clear_accumulator(dk_);
+            clear_accumulator(dv_);
+            if constexpr (T::kBiases > 0)
 #pragma unroll
-            for (int i = 0; i < 64; ++i) dk_[i] = dv_[i] = 0.f;
-#pragma unroll
-            for (int i = 0; i < 8; ++i) dk_biases_[i / 4][i % 4] = 0.f;
-            fence_sums();
+                for (auto& half : dk_biases_) clear_accumulator(half);
             do {
                 sum_step(tile.slot);
             } while (!(step(number_ - 1).flags & kLastStepOfTile));
@@ -71,22 +71,13 @@ class SumWarpgroup : BackwardThread<T> {
         const uint32_t weights = this->opaque(weights_low_) + slot.slot * 2 * kPanel;
         const uint32_t dz = this->opaque(dz_low_) + slot.slot * 2 * kPanel;
         wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < kStepRows / 16; ++i)
-            wgmma_accumulate<1, 1>(Element{}, dv_, descriptor(d_o + i * 128), descriptor(weights + i * 128));
-#pragma unroll
-        for (int i = 0; i < kStepRows / 16; ++i)
-            wgmma_accumulate<1, 1>(Element{}, dk_, descriptor(q + i * 128), descriptor(dz + i * 128));
+        this->add_product_over_rows(dv_, d_o, weights);
+        this->add_product_over_rows(dk_, q, dz);
         if constexpr (T::kBiases > 0)
 #pragma unroll
             for (int half = 0; half < 2; ++half) this->issue_bias_dk(dk_biases_[half], dz + half * kPanel, stage_.slot);
         wgmma_commit();
-        wgmma_overwrite<0, 1>(Element{}, dq_, descriptor(dz), descriptor(k));
-#pragma unroll
-        for (int i = 1; i < T::kKeyTile / 16; ++i)
-            wgmma_accumulate<0, 1>(Element{}, dq_, descriptor(dz + i / 4 * kPanel + i % 4 * 2),
-                                   descriptor(k + i / 4 * kTile + i % 4 * 128));
-        wgmma_commit();
+        this->issue_dq(dq_, dz, k);
         // The scans of the next steps need the stage and the slot, so release both before the wait for a slot of dQ.
         wgmma_wait<1>();
         fence_sums();

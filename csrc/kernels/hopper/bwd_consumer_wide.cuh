@@ -47,10 +47,7 @@ class WideSumWarpgroup : BackwardThread<T> {
             const auto tile = Place<T::kTileBuffers>::of(tiles);
             control_.kv.wait_full(tile);
 #pragma unroll
-            for (auto& piece : sum_)
-#pragma unroll
-                for (float& x : piece) x = 0.f;
-            fence_sum();
+            for (auto& piece : sum_) clear_accumulator(piece);
             do {
                 sum_step();
             } while (!(step(number_ - 1).flags & kLastStepOfTile));
@@ -120,10 +117,7 @@ class WideSumWarpgroup : BackwardThread<T> {
         const uint32_t scores = this->opaque(scores_low_) + slot * kPanel;
 #pragma unroll
         for (int piece = 0; piece < kPieces; ++piece)
-#pragma unroll
-            for (int i = 0; i < kStepRows / 16; ++i)
-                wgmma_accumulate<1, 1>(Element{}, sum_[piece], descriptor(scores + i * 128),
-                                       descriptor(rows + piece * (kPieceColumns / 64) * kPanel + i * 128));
+            this->add_product_over_rows(sum_[piece], scores, rows + piece * (kPieceColumns / 64) * kPanel);
         wgmma_commit();
     }
     __device__ __forceinline__ void fence_sum() {
@@ -132,12 +126,7 @@ class WideSumWarpgroup : BackwardThread<T> {
     }
     // Issues a panel of dQ = dz K.
     __device__ __forceinline__ void issue_dq(int panel, int slot) {
-        const uint32_t dz = this->opaque(dz_low_) + slot * kPanel, k = this->opaque(k_low_) + panel * kPanel;
-        wgmma_overwrite<0, 1>(Element{}, dq_, descriptor(dz), descriptor(k));
-#pragma unroll
-        for (int i = 1; i < T::kKeyTile / 16; ++i)
-            wgmma_accumulate<0, 1>(Element{}, dq_, descriptor(dz + i * 2), descriptor(k + i * 128));
-        wgmma_commit();
+        Base::issue_dq(dq_, this->opaque(dz_low_) + slot * kPanel, this->opaque(k_low_) + panel * kPanel);
     }
 
     uint32_t k_low_, rows_low_, dz_low_, scores_low_;

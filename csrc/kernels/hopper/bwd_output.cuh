@@ -53,6 +53,25 @@ class BackwardThread {
         return y;
     }
 
+    // ---- products. Operands in shared memory are given by their descriptors.
+
+    // Issues dQ = dz K for 64 columns of K.
+    __device__ __forceinline__ static void issue_dq(float (&dq)[32], uint32_t dz, uint32_t k) {
+        wgmma_overwrite<0, 1>(Element{}, dq, descriptor(dz), descriptor(k));
+#pragma unroll
+        for (int i = 1; i < T::kKeyTile / 16; ++i)
+            wgmma_accumulate<0, 1>(Element{}, dq, descriptor(dz + i / 4 * kPanel + i % 4 * 2),
+                                   descriptor(k + i / 4 * kTile + i % 4 * 128));
+        wgmma_commit();
+    }
+    // Adds a^T b, a sum over the rows of a step, to d.
+    template <int N>
+    __device__ __forceinline__ static void add_product_over_rows(float (&d)[N], uint32_t a, uint32_t b) {
+#pragma unroll
+        for (int i = 0; i < kStepRows / 16; ++i)
+            wgmma_accumulate<1, 1>(Element{}, d, descriptor(a + i * 128), descriptor(b + i * 128));
+    }
+
     // ---- gradients of biases: sums of the rounded dz
 
     // Returns the sum of dz over the key tile, for the query row whose number is that of this thread. `slot` is that of

@@ -180,9 +180,7 @@ class ForwardConsumer {
         wgmma_wait<0>();
         fence_accumulator(s_);
         release_keys(i);
-#pragma unroll
-        for (int n = 0; n < T::kHeadDimV / 2; ++n) o_[n] = 0.f;
-        fence_accumulator(o_);
+        clear_accumulator(o_);
         scan_scores(i, true);
         pack_weights();
         if (i > 0 && used_up()) {  // exits one tile earlier than attend_tile would; common with short sticks

@@ -55,6 +55,13 @@ __device__ __forceinline__ void fence_accumulator(float (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
+// Sets the accumulator d to zero before the products that add to it.
+template <int N>
+__device__ __forceinline__ void clear_accumulator(float (&d)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) d[i] = 0.f;
+    fence_accumulator(d);
+}
 
 // Returns the register of an accumulator of scores in which a thread has key k of its row r (0 or 1). Key 0 is the
 // oldest of this thread. The order of the keys in the K tile must be permuted (README.md).
