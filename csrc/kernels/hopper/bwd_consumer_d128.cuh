@@ -186,9 +186,9 @@ class BackwardConsumer : HalfScan<T> {
         // reads it. The next write of A waits on own_half.empty, on which each thread arrives after its use of the
         // staging space.
         warpgroup_barrier(barrier_of_consumer(half_));
-        this->write_dk(last, half_, weights_, dk_);
+        this->write_keys(this->dk(), last, half_, weights_, dk_);
         if constexpr (T::kBiases > 0) this->write_bias_dk(last, half_, dk_biases_);
-        this->write_dv(last, half_, weights_, dv_);
+        this->write_keys(this->dv(), last, half_, weights_, dv_);
     }
 
     // ---- hand-overs ---------------------------------------------------------------------------------------------

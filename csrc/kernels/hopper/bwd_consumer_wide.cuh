@@ -58,10 +58,7 @@ class WideSumWarpgroup : BackwardThread<T> {
             const Step last = step(number_ - 1);
 #pragma unroll
             for (int i = 0; i < kPieces; ++i)
-                if constexpr (kKeys)
-                    this->write_dk(last, 0, staged_, sum_[i], i * kPieceColumns);
-                else
-                    this->write_dv(last, 0, staged_, sum_[i], i * kPieceColumns);
+                this->write_keys(kKeys ? this->dk() : this->dv(), last, 0, staged_, sum_[i], i * kPieceColumns);
             fence_async_proxy();
             control_.kv.empty.arrive(tile);
         }

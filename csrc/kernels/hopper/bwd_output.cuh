@@ -94,18 +94,19 @@ class BackwardThread {
     }
     // Writes the bias columns of dk of a half tile: the rows of the accumulator are its keys, in the order of shared
     // memory.
-    __device__ __forceinline__ void write_bias_dk(const Step& step, int half, const float (&dk)[4]) const {
+    __device__ __forceinline__ void write_bias_dk(const Step& step, int half, const float (&sums)[4]) const {
         const int column = T::kHeadDim + lane_ % 4 * 2;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int key = half * kHalfTileKeys + KeyOrder<kHalfTileKeys>()(row(r));
             if (key >= step.tile_keys) continue;
-            const float x = dk[2 * r] * args_.scale, y = dk[2 * r + 1] * args_.scale;
+            const float x = sums[2 * r] * args_.scale, y = sums[2 * r + 1] * args_.scale;
             if (!writes_fp32(step)) {
-                write_pair(key_row<Element>(args_.params.dk, step, key) + column, x, y);
+                uint32_t* const pair = reinterpret_cast<uint32_t*>(key_row<Element>(dk().rows, step, key) + column);
+                *pair = pack<Element>(x, y);
                 continue;
             }
-            const Fp32Rows to = fp32_rows(args_.params.dk, head_dim(), args_.plan.partial_dk, step);
+            const Fp32Rows to = fp32_rows(dk(), step);
             store_global(to.first + key * to.row_stride + column, x, y);
         }
     }
@@ -170,40 +171,49 @@ class BackwardThread {
         fence_async_proxy();
         signal(control_.dq_staged, slot);
     }
-    // Write columns of dk or dv of a half tile, from `column` on, which is a multiple of 64. The rows of the
-    // accumulator are its keys, in the order of shared memory. `staged` is the address of shared memory for 64 rows of
-    // 64 columns. The caller guarantees that nothing else uses this memory and that all products that read it are done,
-    // in all warps.
-    template <int N>
-    __device__ __forceinline__ void write_dk(const Step& step, int half, uint32_t staged, const float (&dk)[N],
-                                             int column = 0) const {
-        write_keys(args_.params.dk, head_dim(), args_.plan.partial_dk, step, half, staged, dk, args_.scale, column);
+    // dk or dv: where it is written, and the factor of the sums in the accumulators.
+    struct KeyGradient {
+        const Rows<void*>& rows;
+        int columns;     // of the head
+        float* partial;  // sums of the parts of a key tile
+        float factor;
+    };
+    __device__ __forceinline__ KeyGradient dk() const {
+        return {args_.params.dk, args_.params.sizes.head_dim, args_.plan.partial_dk, args_.scale};
     }
-    template <int N>
-    __device__ __forceinline__ void write_dv(const Step& step, int half, uint32_t staged, const float (&dv)[N],
-                                             int column = 0) const {
+    __device__ __forceinline__ KeyGradient dv() const {
         constexpr float kOutputScale = 1.f / common::kWeightScale<Element>;
-        write_keys(args_.params.dv, head_dim_v(), args_.plan.partial_dv, step, half, staged, dv, kOutputScale, column);
+        return {args_.params.dv, args_.params.sizes.head_dim_v, args_.plan.partial_dv, kOutputScale};
+    }
+    // Writes columns of a gradient for a half tile, from `column` on, which is a multiple of 64. The rows of the
+    // accumulator x are its keys, in the order of shared memory. `staged` is the address of shared memory for 64 rows
+    // of 64 columns. The caller guarantees that nothing else uses this memory and that all products that read it are
+    // done, in all warps.
+    template <int N>
+    __device__ __forceinline__ void write_keys(const KeyGradient& to, const Step& step, int half, uint32_t staged,
+                                               const float (&x)[N], int column = 0) const {
+        if (writes_fp32(step))
+            write_fp32(to, step, half, x, column);
+        else
+            write_rows(to, step, half, staged, x, column);
     }
     // The same for both halves, at head_dim 64, from transposed accumulators: their rows are the columns of the head
     // dimension, their columns are the keys in the order of shared memory. Staging takes 128 rows of 64 columns for
     // each. All 128 threads call it together; products may read the staging space until they do.
     __device__ __forceinline__ void write_transposed_dk_dv(const Step& step, uint32_t staged_dk, uint32_t staged_dv,
-                                                           const float (&dk)[64], const float (&dv)[64]) const {
-        constexpr float kOutputScale = 1.f / common::kWeightScale<Element>;
+                                                           const float (&dk_sums)[64],
+                                                           const float (&dv_sums)[64]) const {
         if (writes_fp32(step)) {
-            write_transposed_fp32(fp32_rows(args_.params.dk, head_dim(), args_.plan.partial_dk, step), step, dk,
-                                  args_.scale);
-            write_transposed_fp32(fp32_rows(args_.params.dv, head_dim_v(), args_.plan.partial_dv, step), step, dv,
-                                  kOutputScale);
+            write_transposed_fp32(dk(), step, dk_sums);
+            write_transposed_fp32(dv(), step, dv_sums);
             return;
         }
         warpgroup_barrier(NamedBarrier::kConsumer2);
-        stage_transposed(staged_dk, dk, args_.scale);
-        stage_transposed(staged_dv, dv, kOutputScale);
+        stage_transposed(staged_dk, dk_sums, dk().factor);
+        stage_transposed(staged_dv, dv_sums, dv().factor);
         warpgroup_barrier(NamedBarrier::kConsumer2);
-        store_staged_keys(args_.params.dk, head_dim(), step, staged_dk);
-        store_staged_keys(args_.params.dv, head_dim_v(), step, staged_dv);
+        write_staged_keys(dk(), step, staged_dk);
+        write_staged_keys(dv(), step, staged_dv);
     }
     // Writes the gradient of the gate of a key to the columns of dk after the key, or stores it as that of a part of
     // the key tile.
@@ -211,9 +221,9 @@ class BackwardThread {
         if (step.flags & kPartialSums)
             args_.plan.partial_gates[partial_row(step) + key] = gradient;
         else if (has_fp32_gradients())
-            write_gate_columns(key_row<float>(args_.params.dk, step, key) + head_dim(), gradient);
+            write_gate_columns(key_row<float>(dk().rows, step, key) + dk().columns, gradient);
         else
-            write_gate_columns(key_row<Element>(args_.params.dk, step, key) + head_dim(), gradient);
+            write_gate_columns(key_row<Element>(dk().rows, step, key) + dk().columns, gradient);
     }
     // Stores 64 columns of row r of the accumulator with stmatrix. Each lane passes the address of 8 columns of one
     // row.
@@ -237,10 +247,9 @@ class BackwardThread {
     __device__ __forceinline__ bool writes_fp32(const Step& step) const {
         return step.flags & kPartialSums || has_fp32_gradients();
     }
-    __device__ __forceinline__ Fp32Rows fp32_rows(const Rows<void*>& to, int columns, float* partial,
-                                                  const Step& step) const {
-        if (!(step.flags & kPartialSums)) return {key_row<float>(to, step, 0), to.row_stride, columns};
-        return {partial + partial_row(step) * T::kStored, T::kStored, T::kStored};
+    __device__ __forceinline__ Fp32Rows fp32_rows(const KeyGradient& to, const Step& step) const {
+        if (!(step.flags & kPartialSums)) return {key_row<float>(to.rows, step, 0), to.rows.row_stride, to.columns};
+        return {to.partial + partial_row(step) * T::kStored, T::kStored, T::kStored};
     }
     // Index of the first key of a tile in the partial sums of the part.
     __device__ __forceinline__ int64_t partial_row(const Step& step) const {
@@ -248,17 +257,9 @@ class BackwardThread {
         return args_.plan.partial_row(sizes, step.part, step.batch * sizes.num_kv_heads + step.kv_head, step.k_row);
     }
     template <int N>
-    __device__ __forceinline__ void write_keys(const Rows<void*>& to, int columns, float* partial, const Step& step,
-                                               int half, uint32_t staged, const float (&x)[N], float factor,
-                                               int column) const {
-        if (writes_fp32(step))
-            write_fp32(fp32_rows(to, columns, partial, step), step, half, x, factor, column);
-        else
-            store_gradient_rows(to, columns, step, half, staged, x, factor, column);
-    }
-    template <int N>
-    __device__ __forceinline__ void write_fp32(const Fp32Rows& to, const Step& step, int half, const float (&x)[N],
-                                               float factor, int column) const {
+    __device__ __forceinline__ void write_fp32(const KeyGradient& gradient, const Step& step, int half,
+                                               const float (&x)[N], int column) const {
+        const Fp32Rows to = fp32_rows(gradient, step);
         const int lane = opaque(lane_);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -268,15 +269,15 @@ class BackwardThread {
 #pragma unroll
             for (int n = 0; n < N / 4; ++n) {
                 if (column + 8 * n >= to.columns) continue;
-                store_global(first + 8 * n, x[4 * n + 2 * r] * factor, x[4 * n + 2 * r + 1] * factor);
+                const float* const pair = x + 4 * n + 2 * r;
+                store_global(first + 8 * n, pair[0] * gradient.factor, pair[1] * gradient.factor);
             }
         }
     }
     // Each warp writes its own 16 rows through shared memory, so that global memory receives whole rows.
     template <int N>
-    __device__ __forceinline__ void store_gradient_rows(const Rows<void*>& to, int columns, const Step& step, int half,
-                                                        uint32_t staged, const float (&x)[N], float factor,
-                                                        int column) const {
+    __device__ __forceinline__ void write_rows(const KeyGradient& to, const Step& step, int half, uint32_t staged,
+                                               const float (&x)[N], int column) const {
         constexpr int kBlocks = N / 4;  // of eight columns
 #pragma unroll
         for (int part = 0; part < (kBlocks + 7) / 8; ++part) {
@@ -286,7 +287,7 @@ class BackwardThread {
 #pragma unroll
                 for (int n = 0; n < 8 && 8 * part + n < kBlocks; ++n) {
                     const float* const pair = x + 4 * (8 * part + n) + 2 * r;
-                    packed[n] = pack<Element>(pair[0] * factor, pair[1] * factor);
+                    packed[n] = pack<Element>(pair[0] * to.factor, pair[1] * to.factor);
                 }
                 store_rows(staged, r, packed);
             }
@@ -296,16 +297,17 @@ class BackwardThread {
                 const int row = warp_ * 16 + i + lane_ / 8, key = half * kHalfTileKeys + KeyOrder<kHalfTileKeys>()(row);
                 const uint4 eight = load_shared(staged + row * 128 + ((lane_ % 8 ^ row % 8) << 4));
                 const int first = column + part * 64 + lane_ % 8 * 8;
-                store_global_if(key < step.tile_keys && first < columns, key_row<Element>(to, step, key) + first,
-                                eight);
+                store_global_if(key < step.tile_keys && first < to.columns,
+                                key_row<Element>(to.rows, step, key) + first, eight);
             }
             __syncwarp();
         }
     }
     // The same for transposed accumulators. A thread has 16 neighbouring keys of each half. For each key, the lanes
     // of a warp write two groups of eight neighbouring columns, whole sectors.
-    __device__ __forceinline__ void write_transposed_fp32(const Fp32Rows& to, const Step& step, const float (&x)[64],
-                                                          float factor) const {
+    __device__ __forceinline__ void write_transposed_fp32(const KeyGradient& gradient, const Step& step,
+                                                          const float (&x)[64]) const {
+        const Fp32Rows to = fp32_rows(gradient, step);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int first_key = half * kHalfTileKeys + lane_ % 4 * kBackwardKeysPerThread;
@@ -316,7 +318,7 @@ class BackwardThread {
 #pragma unroll
                 for (int r = 0; r < 2; ++r)
                     if (row(r) < to.columns)
-                        store_global(at + 8 * r, x[32 * half + accumulator_register(r, k)] * factor);
+                        store_global(at + 8 * r, x[32 * half + accumulator_register(r, k)] * gradient.factor);
             }
         }
     }
@@ -333,20 +335,16 @@ class BackwardThread {
             stmatrix_x4_transposed(first + n * 8 * 128, packed);
         }
     }
-    __device__ __forceinline__ void store_staged_keys(const Rows<void*>& to, int columns, const Step& step,
-                                                      uint32_t staged) const {
+    __device__ __forceinline__ void write_staged_keys(const KeyGradient& to, const Step& step, uint32_t staged) const {
         const int lane = opaque(lane_);
 #pragma unroll
         for (int i = 0; i < 32; i += 4) {
-            const int row = warp_ * 32 + i + lane / 8, key = tile_key(row);
+            const int row = warp_ * 32 + i + lane / 8;
+            const int key = row / kHalfTileKeys * kHalfTileKeys + KeyOrder<kHalfTileKeys>()(row % kHalfTileKeys);
             const uint4 eight = load_shared(staged + row * 128 + ((lane % 8 ^ row % 8) << 4));
-            store_global_if(key < step.tile_keys && lane % 8 * 8 < columns,
-                            key_row<Element>(to, step, key) + lane % 8 * 8, eight);
+            store_global_if(key < step.tile_keys && lane % 8 * 8 < to.columns,
+                            key_row<Element>(to.rows, step, key) + lane % 8 * 8, eight);
         }
-    }
-    // The key of the tile that row `row` of shared memory holds.
-    __device__ __forceinline__ static int tile_key(int row) {
-        return row / kHalfTileKeys * kHalfTileKeys + KeyOrder<kHalfTileKeys>()(row % kHalfTileKeys);
     }
     template <class Out>
     __device__ __forceinline__ Out* key_row(const Rows<void*>& to, const Step& step, int key) const {
@@ -354,17 +352,6 @@ class BackwardThread {
                (step.k_row + key) * to.row_stride;
     }
 
-    __device__ __forceinline__ int head_dim() const {
-        return args_.params.sizes.head_dim;
-    }
-    __device__ __forceinline__ int head_dim_v() const {
-        return args_.params.sizes.head_dim_v;
-    }
-
-    // Writes two neighbouring columns.
-    __device__ __forceinline__ static void write_pair(Element* to, float x, float y) {
-        *reinterpret_cast<uint32_t*>(to) = pack<Element>(x, y);
-    }
     __device__ __forceinline__ bool has_fp32_gradients() const {
         return args_.params.grad_dtype == Dtype::kFloat32;
     }
