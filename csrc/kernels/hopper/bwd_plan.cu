@@ -193,12 +193,9 @@ struct Workspace {
     }
 };
 
-struct Layout {
-    int64_t zeroed;  // bytes at the front that must be zero before planning
-    int64_t bytes;
-};
+}  // namespace
 
-Layout lay_out_workspace(const BackwardParams& p, BackwardPlan* plan) {
+int64_t plan_backward(const BackwardParams& p, BackwardPlan* plan) {
     const Sizes& z = p.sizes;
     const int64_t heads = int64_t(z.batch) * z.num_heads;
     plan->max_steps = z.q_rows / kStepRows + std::min(p.segments.size, z.q_rows);
@@ -213,7 +210,7 @@ Layout lay_out_workspace(const BackwardParams& p, BackwardPlan* plan) {
     plan->carries = w.take<CarrySlot>(heads * z.q_rows);
     plan->key_tile_tables = w.take<int32_t>(Planner::entries(z.k_rows, backward_key_tile(z)));
     plan->has_sums = w.take<int32_t>(parts * z.k_rows);
-    Layout layout{w.bytes, 0};
+    // launch_plan() sets the arrays before this one to zero.
     plan->segments = w.take<SegmentPlan>(p.segments.size);
     plan->key_tiles = w.take<KeyTile>(plan->max_key_tiles);
     plan->starts = w.take<StepStarts>(heads * plan->max_steps);
@@ -221,21 +218,12 @@ Layout lay_out_workspace(const BackwardParams& p, BackwardPlan* plan) {
     plan->partial_dk = w.take<float>(parts * z.k_rows * stored_columns(z));
     plan->partial_dv = w.take<float>(parts * z.k_rows * stored_columns(z));
     plan->partial_gates = w.take<float>(p.options.forget_gate ? parts * z.k_rows : 0);
-    layout.bytes = w.bytes;
-    return layout;
-}
-
-}  // namespace
-
-int64_t plan_backward(const BackwardParams& params, BackwardPlan* plan) {
-    return lay_out_workspace(params, plan).bytes;
+    return w.bytes;
 }
 
 void launch_plan(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream) {
-    BackwardPlan same_plan;
-    const Layout layout = lay_out_workspace(params, &same_plan);
-    common::check("hopper backward", "cudaMemsetAsync",
-                  cudaMemsetAsync(params.workspace, 0, size_t(layout.zeroed), stream));
+    const size_t zeroed = reinterpret_cast<char*>(plan.segments) - static_cast<char*>(params.workspace);
+    common::check("hopper backward", "cudaMemsetAsync", cudaMemsetAsync(params.workspace, 0, zeroed, stream));
     const int64_t blocks = 1 + int64_t(blocks_that_clear_dq(params)) + blocks_that_clear_dk_dv(params);
     common::launch("hopper backward: plan_work", plan_work, blocks, kPlanThreads, 0, stream, params, plan);
     const int64_t heads = int64_t(params.sizes.batch) * params.sizes.num_heads;
