@@ -72,15 +72,13 @@ void launch_backward(const BackwardParams& p, cudaStream_t stream) {
     a.params = p;
     plan_backward(p, &a.plan);
     launch_plan(p, a.plan, stream);
-    const TensorSizes q = {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim};
-    const TensorSizes k = {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim};
-    a.q = make_query_map(p.q, q, kStepRows);
-    a.d_o = make_query_map(p.d_o, {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim_v}, kStepRows);
-    a.k = make_key_map(p.k, k, kHalfTileKeys);
-    a.v = make_key_map(p.v, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim_v}, kHalfTileKeys);
+    a.q = make_query_map(p.q, z, z.head_dim, kStepRows);
+    a.d_o = make_query_map(p.d_o, z, z.head_dim_v, kStepRows);
+    a.k = make_key_map(p.k, z, z.head_dim, kHalfTileKeys);
+    a.v = make_key_map(p.v, z, z.head_dim_v, kHalfTileKeys);
     if constexpr (T::kBiases > 0) {
-        a.q_biases = make_query_map(p.q, q, kStepRows, T::kBiases);
-        a.k_biases = make_key_map(p.k, k, kHalfTileKeys, T::kBiases);
+        a.q_biases = make_query_map(p.q, z, z.head_dim, kStepRows, T::kBiases);
+        a.k_biases = make_key_map(p.k, z, z.head_dim, kHalfTileKeys, T::kBiases);
     }
     const common::Scalars scalars = common::scalars_of<Element>(p.options);
     a.scale = scalars.scale;

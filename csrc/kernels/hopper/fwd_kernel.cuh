@@ -82,14 +82,12 @@ void launch_forward(const ForwardParams& p, cudaStream_t stream) {
     ForwardArguments a;
     a.params = p;
     a.tiles = static_cast<QueryTiles*>(p.workspace);
-    const TensorSizes q = {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim};
-    const TensorSizes k = {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim};
-    a.q = make_query_map(p.q, q, T::kQueryTile);
-    a.k = make_key_map(p.k, k, T::kKeyTile);
-    a.v = make_key_map(p.v, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim_v}, T::kKeyTile);
+    a.q = make_query_map(p.q, z, z.head_dim, T::kQueryTile);
+    a.k = make_key_map(p.k, z, z.head_dim, T::kKeyTile);
+    a.v = make_key_map(p.v, z, z.head_dim_v, T::kKeyTile);
     if constexpr (T::kBiases > 0) {
-        a.q_biases = make_query_map(p.q, q, T::kQueryTile, T::kBiases);
-        a.k_biases = make_key_map(p.k, k, T::kKeyTile, T::kBiases);
+        a.q_biases = make_query_map(p.q, z, z.head_dim, T::kQueryTile, T::kBiases);
+        a.k_biases = make_key_map(p.k, z, z.head_dim, T::kKeyTile, T::kBiases);
     }
     const int64_t tiles = common::max_query_tiles(z, p.segments, T::kQueryTile);
     a.heads_in_flight = heads_in_flight(z, tiles);

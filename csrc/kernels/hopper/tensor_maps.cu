@@ -1,3 +1,4 @@
+#include <cudaTypedefs.h>
 #include <cuda_runtime.h>
 
 #include <numeric>
@@ -9,9 +10,7 @@
 namespace megatron_sb::hopper {
 namespace {
 
-using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
-                            const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+using Encode = PFN_cuTensorMapEncodeTiled_v12000;
 
 constexpr int kElementBytes = 2;  // bf16 and fp16
 static_assert(kPanelColumns * kElementBytes == 128, "a panel must have the width of the swizzle");
@@ -42,16 +41,16 @@ struct Layout {
 };
 
 // Ignores the stride of a dimension of size 1: it can be any number.
-Layout layout_of(const Rows<const void*>& tensor, const TensorSizes& sizes) {
-    const int64_t batch_stride = sizes.batch > 1 ? tensor.batch_stride : 0;
-    const int64_t head_stride = sizes.heads > 1 ? tensor.head_stride : 0;
+Layout layout_of(const Rows<const void*>& tensor, int batch, int rows, int heads, int head_dim) {
+    const int64_t batch_stride = batch > 1 ? tensor.batch_stride : 0;
+    const int64_t head_stride = heads > 1 ? tensor.head_stride : 0;
     const int64_t divisor = std::gcd(batch_stride, head_stride);
-    const int64_t unit = divisor > 0 ? divisor : sizes.head_dim;
+    const int64_t unit = divisor > 0 ? divisor : head_dim;
     Layout layout;
     layout.index = {int32_t(batch_stride / unit), int32_t(head_stride / unit)};
     layout.head_stride = cuuint64_t(unit);
-    layout.num_heads = cuuint64_t(batch_stride / unit * (sizes.batch - 1) + head_stride / unit * (sizes.heads - 1) + 1);
-    layout.row_stride = cuuint64_t(sizes.rows > 1 ? tensor.row_stride : sizes.head_dim);
+    layout.num_heads = cuuint64_t(batch_stride / unit * (batch - 1) + head_stride / unit * (heads - 1) + 1);
+    layout.row_stride = cuuint64_t(rows > 1 ? tensor.row_stride : head_dim);
     return layout;
 }
 
@@ -81,18 +80,18 @@ CUtensorMap encode(const Rows<const void*>& tensor, Dtype dtype, const cuuint64_
 
 }  // namespace
 
-TensorMap make_query_map(const Rows<const void*>& tensor, const TensorSizes& sizes, int box_rows, int columns) {
-    const Layout layout = layout_of(tensor, sizes);
-    const cuuint64_t extents[] = {cuuint64_t(sizes.head_dim), cuuint64_t(sizes.rows), layout.num_heads};
+TensorMap make_query_map(const Rows<const void*>& tensor, const Sizes& sizes, int head_dim, int box_rows, int columns) {
+    const Layout layout = layout_of(tensor, sizes.batch, sizes.q_rows, sizes.num_heads, head_dim);
+    const cuuint64_t extents[] = {cuuint64_t(head_dim), cuuint64_t(sizes.q_rows), layout.num_heads};
     const cuuint64_t strides[] = {layout.row_stride, layout.head_stride};
     const cuuint32_t box[] = {cuuint32_t(columns), cuuint32_t(box_rows), 1};
     return {encode(tensor, sizes.dtype, extents, strides, box), layout.index};
 }
 
-TensorMap make_key_map(const Rows<const void*>& tensor, const TensorSizes& sizes, int tile_keys, int columns) {
-    const Layout layout = layout_of(tensor, sizes);
+TensorMap make_key_map(const Rows<const void*>& tensor, const Sizes& sizes, int head_dim, int tile_keys, int columns) {
+    const Layout layout = layout_of(tensor, sizes.batch, sizes.k_rows, sizes.num_kv_heads, head_dim);
     const cuuint64_t row = layout.row_stride, keys_per_thread = cuuint64_t(tile_keys / 4);
-    const cuuint64_t extents[] = {cuuint64_t(sizes.head_dim), cuuint64_t(sizes.rows), 4, keys_per_thread / 2,
+    const cuuint64_t extents[] = {cuuint64_t(head_dim), cuuint64_t(sizes.k_rows), 4, keys_per_thread / 2,
                                   layout.num_heads};
     const cuuint64_t strides[] = {row, keys_per_thread * row, 2 * row, layout.head_stride};
     const cuuint32_t box[] = {cuuint32_t(columns), 2, 4, cuuint32_t(keys_per_thread / 2), 1};

@@ -21,24 +21,19 @@ struct TensorMap {
     HeadIndex heads;
 };
 
-// Sizes of q, k, v or do.
-struct TensorSizes {
-    Dtype dtype;
-    int32_t batch, rows, heads, head_dim;
-};
-
 // Columns of a box: a panel, with the 128-byte swizzle, or the bias columns (hopper.h), without a swizzle.
 constexpr int kPanelColumns = 64;
 
-// Returns the map of query tiles. A load copies `box_rows` rows of `columns` columns. Coordinates: {column, row, head
-// index}.
-TensorMap make_query_map(const Rows<const void*>& tensor, const TensorSizes& sizes, int box_rows,
+// Returns the map of query tiles: of q or do, with `head_dim` columns. A load copies `box_rows` rows of `columns`
+// columns. Coordinates: {column, row, head index}.
+TensorMap make_query_map(const Rows<const void*>& tensor, const Sizes& sizes, int head_dim, int box_rows,
                          int columns = kPanelColumns);
 
-// Returns the map of key tiles. A load copies `columns` columns of `tile_keys` keys in permuted order: row 8n + 2t + c
-// of the tile is key (tile_keys / 4) t + 2n + c. Coordinates: {column, first key, 0, 0, head index}. TMA compares only
-// the first two keys with the end of the tensor, so request only tiles that lie inside the tensor.
-TensorMap make_key_map(const Rows<const void*>& tensor, const TensorSizes& sizes, int tile_keys,
+// Returns the map of key tiles: of k or v, with `head_dim` columns. A load copies `columns` columns of `tile_keys` keys
+// in permuted order: row 8n + 2t + c of the tile is key (tile_keys / 4) t + 2n + c. Coordinates: {column, first key, 0,
+// 0, head index}. TMA compares only the first two keys with the end of the tensor, so request only tiles that lie
+// inside the tensor.
+TensorMap make_key_map(const Rows<const void*>& tensor, const Sizes& sizes, int head_dim, int tile_keys,
                        int columns = kPanelColumns);
 
 }  // namespace megatron_sb::hopper
