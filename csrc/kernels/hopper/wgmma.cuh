@@ -89,93 +89,75 @@ SB_SUM_OVER_QUAD(__nv_bfloat16, "bf16.bf16", 0x3f803f80)
 SB_SUM_OVER_QUAD(__half, "f16.f16", 0x3c003c00)
 #undef SB_SUM_OVER_QUAD
 
-// The registers of an accumulator in an asm statement: as operands that the instruction writes (SB_WRITE), or reads and
-// writes (SB_READ), and their names.
+// The registers of an accumulator of n columns in an asm statement. SB_REST_n(f) lists f(i) for each register but the
+// first: its name (SB_NAME), or an operand that the instruction writes (SB_WRITE), or reads and writes (SB_READ).
 // clang-format off
-#define SB_WRITE(i) "=f"(d[i])
-#define SB_READ(i) "+f"(d[i])
-#define SB_8(f, i) f(i), f(i + 1), f(i + 2), f(i + 3), f(i + 4), f(i + 5), f(i + 6), f(i + 7)
-#define SB_OPERANDS_4(f) f(0), f(1), f(2), f(3)
-#define SB_OPERANDS_16(f) SB_8(f, 0), SB_8(f, 8)
-#define SB_OPERANDS_32(f) SB_OPERANDS_16(f), SB_8(f, 16), SB_8(f, 24)
-#define SB_OPERANDS_48(f) SB_OPERANDS_32(f), SB_8(f, 32), SB_8(f, 40)
-#define SB_OPERANDS_64(f) SB_OPERANDS_48(f), SB_8(f, 48), SB_8(f, 56)
-#define SB_OPERANDS_96(f) SB_OPERANDS_64(f), SB_8(f, 64), SB_8(f, 72), SB_8(f, 80), SB_8(f, 88)
-#define SB_OPERANDS_128(f) SB_OPERANDS_96(f), SB_8(f, 96), SB_8(f, 104), SB_8(f, 112), SB_8(f, 120)
-#define SB_NAMES_4 "%0, %1, %2, %3"
-#define SB_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define SB_NAMES_32 SB_NAMES_16 \
-    ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define SB_NAMES_48 SB_NAMES_32 \
-    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define SB_NAMES_64 SB_NAMES_48 \
-    ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define SB_NAMES_96 SB_NAMES_64 \
-    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
-    ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define SB_NAMES_128 SB_NAMES_96 \
-    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
-    ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define SB_NAME(i) ", %" #i
+#define SB_WRITE(i) , "=f"(d[i])
+#define SB_READ(i) , "+f"(d[i])
+#define SB_REST_8(f) f(1) f(2) f(3)
+#define SB_REST_64(f) SB_REST_8(f) f(4) f(5) f(6) f(7) f(8) f(9) f(10) f(11) f(12) f(13) f(14) f(15) f(16) f(17) \
+    f(18) f(19) f(20) f(21) f(22) f(23) f(24) f(25) f(26) f(27) f(28) f(29) f(30) f(31)
+#define SB_REST_96(f) SB_REST_64(f) f(32) f(33) f(34) f(35) f(36) f(37) f(38) f(39) f(40) f(41) f(42) f(43) f(44) \
+    f(45) f(46) f(47)
+#define SB_REST_128(f) SB_REST_96(f) f(48) f(49) f(50) f(51) f(52) f(53) f(54) f(55) f(56) f(57) f(58) f(59) f(60) \
+    f(61) f(62) f(63)
+#define SB_REST_192(f) SB_REST_128(f) f(64) f(65) f(66) f(67) f(68) f(69) f(70) f(71) f(72) f(73) f(74) f(75) f(76) \
+    f(77) f(78) f(79) f(80) f(81) f(82) f(83) f(84) f(85) f(86) f(87) f(88) f(89) f(90) f(91) f(92) f(93) f(94) \
+    f(95)
+#define SB_REST_256(f) SB_REST_192(f) f(96) f(97) f(98) f(99) f(100) f(101) f(102) f(103) f(104) f(105) f(106) \
+    f(107) f(108) f(109) f(110) f(111) f(112) f(113) f(114) f(115) f(116) f(117) f(118) f(119) f(120) f(121) f(122) \
+    f(123) f(124) f(125) f(126) f(127)
 // clang-format on
 
 // d (64, n) = a b (wgmma_overwrite) or d += a b (wgmma_accumulate), with a and b in shared memory. A transposed operand
 // is MN-major. The predicate of the instruction selects whether it reads d. The registers of d are the first operands
 // of the asm statement. a_, b_, ta_ and tb_ are the numbers of the operands that follow: a, b and the two
 // transpositions.
-#define SB_SHARED_PRODUCT(name, Type, type, n, count, outputs, predicate, a_, b_, ta_, tb_)                   \
-    template <int kTransposeA = 0, int kTransposeB = 0>                                                       \
-    __device__ __forceinline__ void name(Type, float(&d)[count], uint64_t a, uint64_t b) {                    \
-        asm volatile("{\n.reg .pred p;\nsetp." predicate ".b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" n \
-                     "k16.f32." type " {" SB_NAMES_##count "}, " a_ ", " b_ ", p, 1, 1, " ta_ ", " tb_ ";\n}" \
-                     : outputs                                                                                \
-                     : "l"(a), "l"(b), "n"(kTransposeA), "n"(kTransposeB));                                   \
+#define SB_SHARED_PRODUCT(name, Type, type, n, first, rest, predicate, a_, b_, ta_, tb_)                            \
+    template <int kTransposeA = 0, int kTransposeB = 0>                                                             \
+    __device__ __forceinline__ void name(Type, float(&d)[n / 2], uint64_t a, uint64_t b) {                          \
+        asm volatile("{\n.reg .pred p;\nsetp." predicate ".b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #n      \
+                     "k16.f32." type " {%0" SB_REST_##n(SB_NAME) "}, " a_ ", " b_ ", p, 1, 1, " ta_ ", " tb_ ";\n}" \
+                     : first(d[0]) SB_REST_##n(rest)                                                                \
+                     : "l"(a), "l"(b), "n"(kTransposeA), "n"(kTransposeB));                                         \
     }
-#define SB_SHARED_PRODUCTS(Type, type, n, count, a_, b_, ta_, tb_)                                                  \
-    SB_SHARED_PRODUCT(wgmma_overwrite, Type, type, n, count, SB_OPERANDS_##count(SB_WRITE), "ne", a_, b_, ta_, tb_) \
-    SB_SHARED_PRODUCT(wgmma_accumulate, Type, type, n, count, SB_OPERANDS_##count(SB_READ), "eq", a_, b_, ta_, tb_)
+#define SB_SHARED_PRODUCTS(Type, type, n, a_, b_, ta_, tb_)                                   \
+    SB_SHARED_PRODUCT(wgmma_overwrite, Type, type, n, "=f", SB_WRITE, "ne", a_, b_, ta_, tb_) \
+    SB_SHARED_PRODUCT(wgmma_accumulate, Type, type, n, "+f", SB_READ, "eq", a_, b_, ta_, tb_)
 
 // d (64, n) += a b, with a in registers and b MN-major in shared memory.
-#define SB_REGISTER_PRODUCT(Type, type, n, count, a0_, a1_, a2_, a3_, b_)                                          \
-    __device__ __forceinline__ void wgmma_accumulate(Type, float(&d)[count], const uint32_t* a, uint64_t b) {      \
-        asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type \
-                     " {" SB_NAMES_##count "}, {" a0_ ", " a1_ ", " a2_ ", " a3_ "}, " b_ ", p, 1, 1, 1;\n}"       \
-                     : SB_OPERANDS_##count(SB_READ)                                                                \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                        \
+#define SB_REGISTER_PRODUCT(Type, type, n, a0_, a1_, a2_, a3_, b_)                                                  \
+    __device__ __forceinline__ void wgmma_accumulate(Type, float(&d)[n / 2], const uint32_t* a, uint64_t b) {       \
+        asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type \
+                     " {%0" SB_REST_##n(SB_NAME) "}, {" a0_ ", " a1_ ", " a2_ ", " a3_ "}, " b_ ", p, 1, 1, 1;\n}"  \
+                     : "+f"(d[0])SB_REST_##n(SB_READ)                                                               \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                         \
     }
-#define SB_WGMMA_OF(Type, type)                                                   \
-    SB_SHARED_PRODUCTS(Type, type, "8", 4, "%4", "%5", "%6", "%7")                \
-    SB_SHARED_PRODUCTS(Type, type, "32", 16, "%16", "%17", "%18", "%19")          \
-    SB_SHARED_PRODUCTS(Type, type, "64", 32, "%32", "%33", "%34", "%35")          \
-    SB_SHARED_PRODUCTS(Type, type, "96", 48, "%48", "%49", "%50", "%51")          \
-    SB_SHARED_PRODUCTS(Type, type, "128", 64, "%64", "%65", "%66", "%67")         \
-    SB_SHARED_PRODUCTS(Type, type, "192", 96, "%96", "%97", "%98", "%99")         \
-    SB_SHARED_PRODUCTS(Type, type, "256", 128, "%128", "%129", "%130", "%131")    \
-    SB_REGISTER_PRODUCT(Type, type, "64", 32, "%32", "%33", "%34", "%35", "%36")  \
-    SB_REGISTER_PRODUCT(Type, type, "96", 48, "%48", "%49", "%50", "%51", "%52")  \
-    SB_REGISTER_PRODUCT(Type, type, "128", 64, "%64", "%65", "%66", "%67", "%68") \
-    SB_REGISTER_PRODUCT(Type, type, "256", 128, "%128", "%129", "%130", "%131", "%132")
+#define SB_WGMMA_OF(Type, type)                                             \
+    SB_SHARED_PRODUCTS(Type, type, 8, "%4", "%5", "%6", "%7")               \
+    SB_SHARED_PRODUCTS(Type, type, 64, "%32", "%33", "%34", "%35")          \
+    SB_SHARED_PRODUCTS(Type, type, 96, "%48", "%49", "%50", "%51")          \
+    SB_SHARED_PRODUCTS(Type, type, 128, "%64", "%65", "%66", "%67")         \
+    SB_SHARED_PRODUCTS(Type, type, 192, "%96", "%97", "%98", "%99")         \
+    SB_REGISTER_PRODUCT(Type, type, 64, "%32", "%33", "%34", "%35", "%36")  \
+    SB_REGISTER_PRODUCT(Type, type, 96, "%48", "%49", "%50", "%51", "%52")  \
+    SB_REGISTER_PRODUCT(Type, type, 128, "%64", "%65", "%66", "%67", "%68") \
+    SB_REGISTER_PRODUCT(Type, type, 256, "%128", "%129", "%130", "%131", "%132")
 SB_WGMMA_OF(__nv_bfloat16, "bf16.bf16")
 SB_WGMMA_OF(__half, "f16.f16")
 #undef SB_WGMMA_OF
 #undef SB_REGISTER_PRODUCT
 #undef SB_SHARED_PRODUCTS
 #undef SB_SHARED_PRODUCT
+#undef SB_NAME
 #undef SB_WRITE
 #undef SB_READ
-#undef SB_8
-#undef SB_OPERANDS_4
-#undef SB_OPERANDS_16
-#undef SB_OPERANDS_32
-#undef SB_OPERANDS_48
-#undef SB_OPERANDS_64
-#undef SB_OPERANDS_96
-#undef SB_OPERANDS_128
-#undef SB_NAMES_4
-#undef SB_NAMES_16
-#undef SB_NAMES_32
-#undef SB_NAMES_48
-#undef SB_NAMES_64
-#undef SB_NAMES_96
-#undef SB_NAMES_128
+#undef SB_REST_8
+#undef SB_REST_64
+#undef SB_REST_96
+#undef SB_REST_128
+#undef SB_REST_192
+#undef SB_REST_256
 
 }  // namespace megatron_sb::hopper
