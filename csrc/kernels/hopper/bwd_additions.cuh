@@ -4,8 +4,8 @@
 // head_dim 128: the consumers add from their registers, when TurnThread tells them that the step may add.
 //     barrier         arrives                                    waits
 //     dq_turn         TurnThread                                 consumers, before they add to dq
-//     dq_added        each warp, after it has added              AdditionPublisher, in the warp of Publisher
-//     dq_published    AdditionPublisher                          TurnThread, before it reuses the turn
+//     dq_added        each warp, after it has added              Publisher
+//     dq_published    Publisher                                  TurnThread, before it reuses the turn
 // A turn is one of kDqTurns slots for a step that adds to dq.
 //
 // head_dim 64 and wide: the sum warpgroups write dQ of a step to shared memory, panel by panel, and go on. BulkAdder
@@ -46,10 +46,11 @@ __device__ __forceinline__ void pass_on_turn(const BackwardPlan& plan, const Add
 // Waits of warp 2. All run in one thread.
 template <class T>
 class DqThread {
-  protected:
-    __device__ DqThread(BackwardControl<T>& control, const BackwardArguments& arguments)
-        : control_(control), args_(arguments) {}
+  public:
+    __device__ DqThread(typename T::Shared& shared, const BackwardArguments& arguments)
+        : shared_(shared), control_(shared.control), args_(arguments) {}
 
+  protected:
     template <class Event, class Place>
     __device__ void watch(Event& event, const Place& item) const {
         watch_until<Event::kWait>(control_, args_.expired_wait, [&] { return event.try_wait(item); });
@@ -61,20 +62,20 @@ class DqThread {
         });
     }
 
+    typename T::Shared& shared_;
     BackwardControl<T>& control_;
     const BackwardArguments& args_;
 };
 
 // Lets the consumers add a step to dq after the next older key tile has added. Waits on dq_published, on which
-// AdditionPublisher arrives, before it reuses a turn. Arrives on dq_turn, on which the consumers wait.
+// Publisher arrives, before it reuses a turn. Arrives on dq_turn, on which the consumers wait.
 template <class T>
 class TurnThread : DqThread<T> {
     using Base = DqThread<T>;
     using Base::control_;
 
   public:
-    __device__ TurnThread(typename T::Shared& shared, const BackwardArguments& arguments)
-        : Base(shared.control, arguments) {}
+    using Base::Base;
 
     __device__ void run() const {
         uint32_t number = 0;
@@ -94,43 +95,6 @@ class TurnThread : DqThread<T> {
     }
 };
 
-// Publishes that the consumers have added steps to dq. All lanes of the warp of Publisher call it. The additions of a
-// finished key tile must be published before the warp waits for the carries of its next key tile. Otherwise two CTAs
-// could wait for each other.
-template <class T>
-class AdditionPublisher {
-  public:
-    __device__ AdditionPublisher(BackwardControl<T>& control, const BackwardArguments& arguments)
-        : control_(control), args_(arguments), lane_(threadIdx.x % 32) {}
-
-    // Publishes the steps that the consumers have added, or will add without waiting, before they hand over the carries
-    // of step `number`: each warp adds step n - 2 before it scans step n.
-    __device__ void publish_ready(uint32_t number) {
-        constexpr uint32_t kLag = 2;
-        publish_before(max(number + 1, kLag) - kLag);
-    }
-    // Publishes the steps before `end`. Waits on dq_added, on which the consumers arrive. Arrives on dq_published, on
-    // which TurnThread waits, and on steps.empty.
-    __device__ void publish_before(uint32_t end) {
-        for (; next_ < end; ++next_) {
-            if (lane_ == 0) {
-                const auto turn = TurnPlace<T>::of(next_);
-                control_.dq_added.wait(turn);
-                pass_on_turn(args_.plan, Addition::of(control_.step_info[next_ % kStepRing]));
-                control_.dq_published.arrive(turn);
-            }
-            __syncwarp();
-            control_.steps.empty.arrive(StepPlace::of(next_));
-        }
-    }
-
-  private:
-    BackwardControl<T>& control_;
-    const BackwardArguments& args_;
-    const int lane_;
-    uint32_t next_ = 0;  // first step whose additions are not published yet
-};
-
 // Adds dQ of each step to dq, in its turn. This thread would limit the kernel if it waited for one thing after another:
 // the addition takes 1,000 cycles, the fence before the turn is passed on 800, and a look at the turn of the next step
 // 500. So the addition of the next step runs during the fence, and the next turn is looked at just before it. The
@@ -138,12 +102,11 @@ class AdditionPublisher {
 template <class T>
 class BulkAdder : DqThread<T> {
     using Base = DqThread<T>;
-    using Base::args_, Base::control_;
+    using Base::args_, Base::control_, Base::shared_;
     using Slot = Place<T::kDqSlots>;
 
   public:
-    __device__ BulkAdder(typename T::Shared& shared, const BackwardArguments& arguments)
-        : Base(shared.control, arguments), shared_(shared) {}
+    using Base::Base;
 
     __device__ void run() {
         for (uint32_t number = 0;; ++number) {
@@ -225,7 +188,6 @@ class BulkAdder : DqThread<T> {
         has_unfinished_ = false;
     }
 
-    typename T::Shared& shared_;
     Addition next_ = {};  // the step that is added next
     int next_flags_ = 0;
     bool knows_next_ = false;     // whether next_ and next_flags_ are read

@@ -126,7 +126,7 @@ template <class T>
 class Publisher {
   public:
     __device__ Publisher(BackwardControl<T>& control, const BackwardArguments& arguments)
-        : control_(control), args_(arguments), lane_(threadIdx.x % 32), additions_(control, arguments) {}
+        : control_(control), args_(arguments), lane_(threadIdx.x % 32) {}
 
     __device__ void run() {
         for (uint32_t number = 0;; ++number) {
@@ -135,17 +135,36 @@ class Publisher {
             const Step& step = control_.step_info[place.slot];
             const int flags = step.flags;
             if (flags & kEndOfWork) return;
-            if constexpr (!T::kAddsDqInBulk) additions_.publish_ready(number);
+            // Before the consumers hand over the carries of step n, they have added step n - 2, or add it without
+            // waiting: each warp adds it before it scans step n.
+            constexpr uint32_t kLag = 2;
+            if constexpr (!T::kAddsDqInBulk) publish_additions_before(max(number + 1, kLag) - kLag);
             publish_carries(number);
             if (flags & kPartialSums && flags & kLastStepOfTile) mark_sums(step);
             if constexpr (T::kAddsDqInBulk)
                 control_.steps.empty.arrive(place);
             else if (flags & kLastStepOfTile)
-                additions_.publish_before(number + 1);
+                publish_additions_before(number + 1);
         }
     }
 
   private:
+    // Publishes that the consumers have added the steps before `end` to dq. Waits on dq_added, on which the consumers
+    // arrive. Arrives on dq_published, on which TurnThread waits, and on steps.empty. The additions of a finished key
+    // tile must be published before the warp waits for the carries of its next key tile. Otherwise two CTAs could wait
+    // for each other.
+    __device__ void publish_additions_before(uint32_t end) {
+        for (; next_addition_ < end; ++next_addition_) {
+            if (lane_ == 0) {
+                const auto turn = TurnPlace<T>::of(next_addition_);
+                control_.dq_added.wait(turn);
+                pass_on_turn(args_.plan, Addition::of(control_.step_info[next_addition_ % kStepRing]));
+                control_.dq_published.arrive(turn);
+            }
+            __syncwarp();
+            control_.steps.empty.arrive(StepPlace::of(next_addition_));
+        }
+    }
     // Tells add_parts() that this part of the key tile has sums. It runs after this kernel.
     __device__ void mark_sums(const Step& step) const {
         const Sizes& sizes = args_.params.sizes;
@@ -179,7 +198,7 @@ class Publisher {
     BackwardControl<T>& control_;
     const BackwardArguments& args_;
     const int lane_;
-    AdditionPublisher<T> additions_;
+    uint32_t next_addition_ = 0;  // first step whose additions are not published yet
 };
 
 }  // namespace megatron_sb::hopper
