@@ -14,6 +14,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "kernels/common/ptx.cuh"
+
 namespace megatron_sb::hopper {
 
 // Joins the lower half of a descriptor and the upper half, which is the same for all tiles: SBO 1024 bytes, 128-byte
@@ -72,22 +74,18 @@ __device__ __forceinline__ constexpr int accumulator_register(int r, int k) {
 // Returns the sum of the 16 numbers that each thread of a quad has in x, in fp32: x is the first operand of two
 // products of 16 x 16 by 8, whose second operand is ones. Its first row has half of the numbers of a quad, and its row
 // 8 the other half.
-#define SB_SUM_OVER_QUAD(Type, type, ones)                                                                       \
-    __device__ __forceinline__ float sum_over_quad(Type, const uint32_t(&x)[8]) {                                \
-        float d[4];                                                                                              \
-        asm("{\n.reg .f32 s<4>;\nmma.sync.aligned.m16n8k16.row.col.f32." type                                    \
-            ".f32 {s0, s1, s2, s3}, "                                                                            \
-            "{%4, %5, %6, %7}, {%12, %12}, {%13, %13, %13, %13};\nmma.sync.aligned.m16n8k16.row.col.f32." type   \
-            ".f32 "                                                                                              \
-            "{%0, %1, %2, %3}, {%8, %9, %10, %11}, {%12, %12}, {s0, s1, s2, s3};\n}"                             \
-            : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])                                                     \
-            : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(x[4]), "r"(x[5]), "r"(x[6]), "r"(x[7]), "r"(ones), \
-              "f"(0.f));                                                                                         \
-        return d[0] + d[2];                                                                                      \
+template <class Element>
+__device__ __forceinline__ float sum_over_quad(Element, const uint32_t (&x)[8]) {
+    constexpr bool kIsHalf = std::is_same_v<Element, __half>;
+    constexpr uint32_t kOnes = kIsHalf ? 0x3c003c00 : 0x3f803f80;
+    float d[4] = {};
+#pragma unroll
+    for (int i = 0; i < 8; i += 4) {
+        const uint32_t a[4] = {x[i], x[i + 1], x[i + 2], x[i + 3]};
+        kIsHalf ? common::mma_fp16(d, a, kOnes, kOnes) : common::mma_bf16(d, a, kOnes, kOnes);
     }
-SB_SUM_OVER_QUAD(__nv_bfloat16, "bf16.bf16", 0x3f803f80)
-SB_SUM_OVER_QUAD(__half, "f16.f16", 0x3c003c00)
-#undef SB_SUM_OVER_QUAD
+    return d[0] + d[2];
+}
 
 // The registers of an accumulator of n columns in an asm statement. SB_REST_n(f) lists f(i) for each register but the
 // first: its name (SB_NAME), or an operand that the instruction writes (SB_WRITE), or reads and writes (SB_READ).
