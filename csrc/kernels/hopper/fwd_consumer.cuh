@@ -97,17 +97,14 @@ class ForwardConsumer {
             wgmma_accumulate(Element{}, s_, descriptor(q + panel * (T::kQueryPanelBytes >> 4) + column),
                              descriptor(k + panel * (T::kKeyPanelBytes >> 4) + column));
         }
-        if constexpr (T::kBiases > 0) issue_bias_scores();
+        if constexpr (T::kBiases > 0) {
+            const uint32_t zeros = shared_address(shared_.zeros);
+            const uint32_t q_biases =
+                shared_address(shared_.q_biases[work_number_ % T::kQueryStages]) + warpgroup_ * 64 * kBiasRowBytes;
+            const uint32_t k_biases = shared_address(shared_.k_biases[k_uses_ % kKvStages]);
+            wgmma_accumulate(Element{}, s_, bias_descriptor(q_biases, zeros), bias_descriptor(k_biases, zeros));
+        }
         wgmma_commit();
-    }
-
-    // Adds the products of the bias columns to S.
-    __device__ __forceinline__ void issue_bias_scores() {
-        const uint32_t zeros = shared_address(shared_.zeros);
-        const uint32_t q =
-            shared_address(shared_.q_biases[work_number_ % T::kQueryStages]) + warpgroup_ * 64 * kBiasRowBytes;
-        const uint32_t k = shared_address(shared_.k_biases[k_uses_ % kKvStages]);
-        wgmma_accumulate(Element{}, s_, bias_descriptor(q, zeros), bias_descriptor(k, zeros));
     }
 
     // Issues O += A V for the tile in V slot v_uses_.
@@ -234,14 +231,9 @@ class ForwardConsumer {
         const bool mine = __all_sync(~0u, !(fmaxf(rows_.mass[0], rows_.mass[1]) >= args_.min_mass));
         int4& votes = control_.used_up_votes[votes_++ & 1][warpgroup_];
         if (lane_ == 0) reinterpret_cast<int*>(&votes)[warp_] = mine;
-        sync_warpgroup();
+        warpgroup_barrier(barrier_of_consumer(warpgroup_));
         const int4 all = votes;
         return all.x & all.y & all.z & all.w;
-    }
-    // Reports to the producer that this warp has stopped computing. Call this before the release of K slot k_uses_:
-    // lane 0 writes and then arrives on k.empty; the producer waits on k.empty and then reads.
-    __device__ __forceinline__ void report_used_up() {
-        if (lane_ == 0) control_.used_up_work[k_uses_ % kKvStages][4 * warpgroup_ + warp_] = work_number_;
     }
 
     // Waits for and releases the `tiles` oldest K tiles without reading them, until the producer sends the end of keys.
@@ -253,7 +245,9 @@ class ForwardConsumer {
             wait_for_keys();
             const int slot = KvPlace::of(k_uses_).slot;
             const bool end = control_.end_of_keys.has_happened({slot, end_of_keys_phases_ >> slot & 1});
-            report_used_up();
+            // Tells the producer that this warp has stopped computing: lane 0 writes and then arrives on k.empty; the
+            // producer waits on k.empty and then reads.
+            if (lane_ == 0) control_.used_up_work[slot][4 * warpgroup_ + warp_] = work_number_;
             release(control_.k, k_uses_);
             if (end) {
                 end_of_keys_phases_ ^= 1 << slot;
@@ -265,20 +259,17 @@ class ForwardConsumer {
         }
     }
 
-    __device__ __forceinline__ HeadLogits logits() const {
-        return {args_.scale_log2, work(work_number_).offset};
-    }
-
     // Replaces the scores of tile i by weights.
     __device__ __forceinline__ void scan_scores(int i, bool partial) {
         if (partial) mask(i);
+        const HeadLogits logits = {args_.scale_log2, work(work_number_).offset};
         if constexpr (T::kGated) {
             const auto place = Place<kGateStages>::of(gate_uses_++);
-            GatedForwardScan(s_, logits(), lane_ % 4, args_.restart_floor, i, rows_, control_.gates_of_slot[place.slot])
+            GatedForwardScan(s_, logits, lane_ % 4, args_.restart_floor, i, rows_, control_.gates_of_slot[place.slot])
                 .run();
             control_.gates.empty.arrive(place);
         } else {
-            ForwardScan<T::kKeysPerThread>(s_, logits(), lane_ % 4, args_.restart_floor, i, rows_).run();
+            ForwardScan<T::kKeysPerThread>(s_, logits, lane_ % 4, args_.restart_floor, i, rows_).run();
         }
     }
     // Waits for the gates of the next tile.
@@ -374,9 +365,9 @@ class ForwardConsumer {
         }
     }
     // `staged` is where this warp stages its 16 rows, with the swizzle of TMA. In the Q slot, products of the other
-    // warps may still read these rows, until each warp has waited for its own products before sync_warpgroup().
+    // warps may still read these rows, until each warp has waited for its own products before the barrier.
     __device__ __forceinline__ void write_packed(uint16_t* to, int64_t row_stride, int rows, uint32_t staged) {
-        if constexpr (!T::kWide) sync_warpgroup();
+        if constexpr (!T::kWide) warpgroup_barrier(barrier_of_consumer(warpgroup_));
 #pragma unroll
         for (int panel = 0; panel < T::kValuePanels; panel += T::kStagedPanels) {
             if constexpr (T::kWide) __syncwarp();  // the lanes have read the panel that was staged before
@@ -420,9 +411,6 @@ class ForwardConsumer {
             store_global_if(first + i * kRowsAtOnce < rows, to, x[i]);
             to += row_stride;
         }
-    }
-    __device__ __forceinline__ void sync_warpgroup() const {
-        warpgroup_barrier(barrier_of_consumer(warpgroup_));
     }
 
     typename T::Shared& shared_;

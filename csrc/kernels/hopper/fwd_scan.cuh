@@ -56,22 +56,14 @@ class ForwardScan {
                 weight(0, k, m);
             }
         }
-        finish_row_1(t);
+        inverse = reciprocal(t);
+        if (saturated(inverse)) return scan_key_by_key(1);
+        float m = mass_at_newer_edge(1, inverse) * inverse;
+#pragma unroll
+        for (int k = 0; k < kKeys; ++k) weight(1, k, m);
     }
 
   private:
-    // Replaces e of row 1 by A, given the product of 1 + e.
-    __device__ __forceinline__ void finish_row_1(float t) {
-        const float inverse = reciprocal(t);
-        if (saturated(inverse)) {
-            scan_key_by_key(1);
-        } else {
-            float m = mass_at_newer_edge(1, inverse) * inverse;
-#pragma unroll
-            for (int k = 0; k < kKeys; ++k) weight(1, k, m);
-        }
-    }
-
     // Replaces e by A, and m, the mass after this key, by the mass before it.
     __device__ __forceinline__ void weight(int r, int k, float& m) {
         const float e = s_[accumulator_register(r, k)];

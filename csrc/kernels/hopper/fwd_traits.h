@@ -14,9 +14,8 @@ using common::QueryTile;
 constexpr int kRowBytes = 128;  // bytes of a row in shared memory: 64 elements, the width of the 128-byte swizzle
 constexpr int kKvStages = 2;    // slots in the ring of K tiles, and in the ring of V tiles
 constexpr int kMaxWarpgroups = 3;
-constexpr int kTailLoaders = 2;  // warps: one loads tail tiles of K, the other those of V
-constexpr int kGateStages = 4;   // slots for the gates of a K tile
-constexpr int kGateLoader = 2;   // the warp that loads gates; it has a tail ring of its own
+constexpr int kGateStages = 4;  // slots for the gates of a K tile
+constexpr int kGateLoader = 2;  // the warp that loads gates; it has a tail ring of its own
 
 // What the consumers know about a work tile: a tile of query rows of one head.
 struct WorkTile {
@@ -124,7 +123,7 @@ struct ForwardTraits {
     // scores of 64 keys only.
     static constexpr int kKeyTile = kHeadDimV == 256 ? 64 : 128;
     static constexpr int kKeysPerThread = kKeyTile / 4;  // keys of one row that a thread holds
-    static constexpr int kLoaders = kGated ? kTailLoaders + 1 : kTailLoaders;
+    static constexpr int kLoaders = kGated ? 3 : 2;      // warps: tail tiles of K, those of V, and gates
     // A tile is stored as panels of 64 columns of the head dimension. At 96, half of the second panel is zeros.
     static constexpr int kPanels = (kHeadDim + 63) / 64, kValuePanels = (kHeadDimV + 63) / 64;
     static constexpr int kQueryPanelBytes = kQueryTile * kRowBytes, kKeyPanelBytes = kKeyTile * kRowBytes;
