@@ -33,9 +33,8 @@ namespace megatron_sb::hopper {
 template <class T>
 class BackwardConsumer : HalfScan<T> {
     using Base = HalfScan<T>;
-    using Base::args_, Base::control_, Base::dp_, Base::half_, Base::lane_, Base::product_offset_, Base::s_, Base::step,
-        Base::warp_;
-    using Base::dz_, Base::k_low_, Base::qdo_low_, Base::v_low_, Base::weights_;
+    using Base::control_, Base::dp_, Base::half_, Base::lane_, Base::s_, Base::step;
+    using Base::dz_, Base::qdo_low_, Base::v_low_, Base::weights_;
     using Base::kPanel, Base::kStage, Base::kTile;
     using typename Base::Element;
     using DzPlace = Place<T::kDzSlots>;

@@ -16,7 +16,7 @@ namespace megatron_sb::hopper {
 template <class T>
 class SumWarpgroup : BackwardThread<T> {
     using Base = BackwardThread<T>;
-    using Base::control_, Base::kPanel, Base::kStage, Base::kTile, Base::lane_, Base::step, Base::warp_;
+    using Base::control_, Base::kPanel, Base::kStage, Base::kTile, Base::step;
     using typename Base::Element;
 
   public:

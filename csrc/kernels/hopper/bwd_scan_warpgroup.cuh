@@ -24,9 +24,8 @@ namespace megatron_sb::hopper {
 template <class T>
 class ScanWarpgroup : HalfScan<T> {
     using Base = HalfScan<T>;
-    using Base::args_, Base::control_, Base::dp_, Base::half_, Base::lane_, Base::product_offset_, Base::s_, Base::step,
-        Base::warp_;
-    using Base::dz_, Base::k_low_, Base::qdo_low_, Base::v_low_, Base::weights_;
+    using Base::args_, Base::control_, Base::dp_, Base::lane_, Base::s_, Base::step;
+    using Base::dz_, Base::qdo_low_, Base::v_low_, Base::weights_;
     using typename Base::Element;
 
   public:
