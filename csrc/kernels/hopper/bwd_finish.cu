@@ -21,6 +21,12 @@ __device__ float4 operator+(const float4& a, const float4& b) {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
+// Address of (batch element, head, row) of a gradient.
+template <class Out>
+__device__ Out* address_of(const Rows<void*>& to, int batch, int head, int row) {
+    return static_cast<Out*>(to.data) + batch * to.batch_stride + head * to.head_stride + row * to.row_stride;
+}
+
 // Writes four columns of dq, or adds them to what is there. Only an fp32 gradient can be added to.
 template <class T>
 __device__ void write_columns(T* to, const float4& x, bool add) {
@@ -33,13 +39,13 @@ __device__ void write_columns(T* to, const float4& x, bool add) {
 // The sum of four columns over the parts in the mask `present`, in the order of the parts.
 __device__ float4 sum_of_parts(const float* partial, int64_t part_stride, uint32_t present) {
     constexpr int kLoads = 4;  // in flight together
-    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+    float4 sum = {};
     while (present != 0) {
         float4 x[kLoads];
 #pragma unroll
         for (int i = 0; i < kLoads; ++i, present &= present - 1) {
             const float* const at = partial + (__ffs(present) - 1) * part_stride;
-            x[i] = present != 0 ? __ldcs(reinterpret_cast<const float4*>(at)) : make_float4(0.f, 0.f, 0.f, 0.f);
+            x[i] = present != 0 ? __ldcs(reinterpret_cast<const float4*>(at)) : float4{};
         }
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) sum = sum + x[i];
@@ -78,43 +84,37 @@ __global__ void __launch_bounds__(kDqThreads)
     if (has_sum && load_acquire(plan.dq_next_tile + index) != newest_tile + 1) wait_for_previous_kernel();
     const int columns = stored_columns(z), panels = columns / 64;
     const int thread = threadIdx.x, lane = thread % 32, row = thread / 32 * 16 + lane / 4, column = lane % 4 * 2;
-    Out* const to = static_cast<Out*>(p.dq.data) + head / z.num_heads * p.dq.batch_stride +
-                    head % z.num_heads * p.dq.head_stride + (s.q_begin + first_row) * p.dq.row_stride;
+    Out* const to = address_of<Out>(p.dq, head / z.num_heads, head % z.num_heads, s.q_begin + first_row);
     const float* const sums = plan.dq + index * dq_floats_of_step(z) + thread * 4;
-    const auto load = [&](const float* at, int first_column) {
-        return has_sum && first_column < z.head_dim ? __ldcg(reinterpret_cast<const float4*>(at))
-                                                    : make_float4(0.f, 0.f, 0.f, 0.f);
-    };
-    const auto stage = [&](const float4& x, int first_column) {
-        float* const at = rows + row * kPitch + first_column + column;
-        *reinterpret_cast<float2*>(at) = make_float2(x.x * scale, x.y * scale);
-        *reinterpret_cast<float2*>(at + 8 * kPitch) = make_float2(x.z * scale, x.w * scale);
-    };
-    const auto write = [&](int first_column, int width) {
-        __syncthreads();
-        const int pieces = width / 4;
-        for (int i = thread; i < num_rows * pieces; i += kDqThreads) {
-            const int r = i / pieces, c = i % pieces * 4;
-            if (first_column + c < z.head_dim)
-                write_columns(to + r * p.dq.row_stride + first_column + c,
-                              *reinterpret_cast<const float4*>(rows + r * kPitch + c), p.add_dq);
-        }
-        __syncthreads();
-    };
     for (int panel = 0; panel < panels; ++panel) {
         float4 x[kDqVectors];
 #pragma unroll
-        for (int v = 0; v < kDqVectors; ++v)
-            x[v] = load(sums + panel * (kStepRows * 64) + v * 4 * kDqThreads, 64 * panel + 8 * v);
+        for (int v = 0; v < kDqVectors; ++v) {
+            const float* const at = sums + panel * (kStepRows * 64) + v * 4 * kDqThreads;
+            const bool exists = has_sum && 64 * panel + 8 * v < z.head_dim;
+            x[v] = exists ? __ldcg(reinterpret_cast<const float4*>(at)) : float4{};
+        }
 #pragma unroll
-        for (int v = 0; v < kDqVectors; ++v) stage(x[v], 8 * v);
-        write(64 * panel, 64);
+        for (int v = 0; v < kDqVectors; ++v) {
+            float* const at = rows + row * kPitch + 8 * v + column;
+            *reinterpret_cast<float2*>(at) = make_float2(x[v].x * scale, x[v].y * scale);
+            *reinterpret_cast<float2*>(at + 8 * kPitch) = make_float2(x[v].z * scale, x[v].w * scale);
+        }
+        __syncthreads();
+        constexpr int kPieces = 64 / 4;  // of a row
+        for (int i = thread; i < num_rows * kPieces; i += kDqThreads) {
+            const int r = i / kPieces, c = i % kPieces * 4;
+            if (64 * panel + c < z.head_dim)
+                write_columns(to + r * p.dq.row_stride + 64 * panel + c,
+                              *reinterpret_cast<const float4*>(rows + r * kPitch + c), p.add_dq);
+        }
+        __syncthreads();
     }
     if (columns % 64 == 0 || thread >= num_rows) return;
     const float dz_sum = has_sum ? __ldcg(sums + panels * (kStepRows * 64) - 3 * thread) : 0.f;
     Out* const biases = to + thread * p.dq.row_stride + 64 * panels;
     write_columns(biases, make_float4(dz_sum * scale * bias_unit(z.dtype), 0.f, 0.f, 0.f), p.add_dq);
-    write_columns(biases + 4, make_float4(0.f, 0.f, 0.f, 0.f), p.add_dq);
+    write_columns(biases + 4, float4{}, p.add_dq);
 }
 
 // A thread block handles kKeysOfBlock keys of one key tile and KV head. A tile without any sums gets zeros.
@@ -141,17 +141,14 @@ __global__ void __launch_bounds__(kSumThreads)
     const auto add = [&](const float* partial, const Rows<void*>& to, int width, int row) {
         if (column >= width) return;
         const int64_t at = plan.partial_row(p.sizes, 0, kv_head, row) * columns + column;
-        const int64_t out = batch * to.batch_stride + head * to.head_stride + row * to.row_stride + column;
-        store_four(static_cast<Out*>(to.data) + out, sum_of_parts(partial + at, part_stride, present));
+        store_four(address_of<Out>(to, batch, head, row) + column, sum_of_parts(partial + at, part_stride, present));
     };
     const auto add_gate = [&](int row) {
         const int64_t at = plan.partial_row(p.sizes, 0, kv_head, row), stride = part_stride / columns;
         float sum = 0.f;
         for (uint32_t left = present; left != 0; left &= left - 1)
             sum += plan.partial_gates[at + (__ffs(left) - 1) * stride];
-        write_gate_columns(static_cast<Out*>(p.dk.data) + batch * p.dk.batch_stride + head * p.dk.head_stride +
-                               row * p.dk.row_stride + p.sizes.head_dim,
-                           sum);
+        write_gate_columns(address_of<Out>(p.dk, batch, head, row) + p.sizes.head_dim, sum);
     };
     if (threadIdx.x >= rows_at_once * threads_of_row) return;  // of 192 columns
     for (int key = first_key + threadIdx.x / threads_of_row; key < keys; key += rows_at_once) {
