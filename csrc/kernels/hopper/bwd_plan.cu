@@ -3,6 +3,7 @@
 // plan_starts and the main kernel start before the kernel before them has ended (programmatic dependent launch), and
 // wait for its end before they read what it writes.
 #include <algorithm>
+#include <type_traits>
 
 #include "core/limits.h"
 #include "kernels/common/block_scan.cuh"
@@ -46,23 +47,18 @@ __device__ void clear_uncovered(const BackwardParams& p, int block, int* changes
     const auto clear = [&](const Rows<void*>& to, int heads, int columns, int row) {
         common::clear_row(to, z.batch, heads, columns, p.grad_dtype == Dtype::kFloat32 ? 4 : 2, row);
     };
-    if (block < q_blocks)
-        common::for_uncovered_row(
-            z, p.segments, block, z.q_rows, changes, warp_sums,
-            [](const Segment& s) {
-                return RowRange{s.q_begin, num_steps(s) > 0 ? s.q_len : 0};
-            },
-            [&](int row) { clear(p.dq, z.num_heads, z.head_dim, row); });
-    else
-        common::for_uncovered_row(
-            z, p.segments, block - q_blocks, z.k_rows, changes, warp_sums,
-            [](const Segment& s) {
-                return RowRange{s.k_begin, num_steps(s) > 0 ? s.k_len : 0};
-            },
-            [&](int row) {
-                clear(p.dk, z.num_kv_heads, z.head_dim + (p.options.forget_gate ? kGateColumns : 0), row);
-                clear(p.dv, z.num_kv_heads, z.head_dim_v, row);
-            });
+    const bool of_queries = block < q_blocks;
+    const auto covered = [&](const Segment& s) {
+        if (num_steps(s) == 0) return RowRange{0, 0};
+        return of_queries ? RowRange{s.q_begin, s.q_len} : RowRange{s.k_begin, s.k_len};
+    };
+    const auto clear_row = [&](int row) {
+        if (of_queries) return clear(p.dq, z.num_heads, z.head_dim, row);
+        clear(p.dk, z.num_kv_heads, z.head_dim + (p.options.forget_gate ? kGateColumns : 0), row);
+        clear(p.dv, z.num_kv_heads, z.head_dim_v, row);
+    };
+    common::for_uncovered_row(z, p.segments, of_queries ? block : block - q_blocks, of_queries ? z.q_rows : z.k_rows,
+                              changes, warp_sums, covered, clear_row);
 }
 
 // Plans a call with one segment: its key tiles are in order.
@@ -180,19 +176,6 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
                 [](int a, int b) { return max(a, b); });
 }
 
-// Allocates the arrays of the workspace one after another. With `base` null it only counts the bytes.
-struct Workspace {
-    char* base;
-    int64_t bytes = 0;
-
-    template <class Item>
-    Item* take(int64_t count) {
-        Item* const at = reinterpret_cast<Item*>(base == nullptr ? nullptr : base + bytes);
-        bytes += align_workspace(count * int64_t(sizeof(Item)));
-        return at;
-    }
-};
-
 }  // namespace
 
 int64_t plan_backward(const BackwardParams& p, BackwardPlan* plan) {
@@ -204,21 +187,27 @@ int64_t plan_backward(const BackwardParams& p, BackwardPlan* plan) {
     plan->parts = choose_tile_parts(z, p.segments.size);
     plan->head_order = choose_head_order(z, p.segments, p.options.attend_current);
     const int64_t parts = plan->parts.count() > 1 ? int64_t(plan->parts.count()) * plan->num_kv_heads : 0;
-    Workspace w{static_cast<char*>(p.workspace)};
-    plan->counters = w.take<int32_t>(3);
-    plan->dq_next_tile = w.take<int32_t>(heads * plan->max_steps + 1);
-    plan->carries = w.take<CarrySlot>(heads * z.q_rows);
-    plan->key_tile_tables = w.take<int32_t>(Planner::entries(z.k_rows, backward_key_tile(z)));
-    plan->has_sums = w.take<int32_t>(parts * z.k_rows);
+    // The arrays lie one after another. Without a workspace, their bytes are only counted.
+    char* const base = static_cast<char*>(p.workspace);
+    int64_t bytes = 0;
+    const auto place = [&](auto*& array, int64_t count) {
+        array = reinterpret_cast<std::decay_t<decltype(array)>>(base == nullptr ? nullptr : base + bytes);
+        bytes += align_workspace(count * int64_t(sizeof(*array)));
+    };
+    place(plan->counters, 3);
+    place(plan->dq_next_tile, heads * plan->max_steps + 1);
+    place(plan->carries, heads * z.q_rows);
+    place(plan->key_tile_tables, Planner::entries(z.k_rows, backward_key_tile(z)));
+    place(plan->has_sums, parts * z.k_rows);
     // launch_plan() sets the arrays before this one to zero.
-    plan->segments = w.take<SegmentPlan>(p.segments.size);
-    plan->key_tiles = w.take<KeyTile>(plan->max_key_tiles);
-    plan->starts = w.take<StepStarts>(heads * plan->max_steps);
-    plan->dq = w.take<float>((heads * plan->max_steps + 1) * dq_floats_of_step(z));
-    plan->partial_dk = w.take<float>(parts * z.k_rows * stored_columns(z));
-    plan->partial_dv = w.take<float>(parts * z.k_rows * stored_columns(z));
-    plan->partial_gates = w.take<float>(p.options.forget_gate ? parts * z.k_rows : 0);
-    return w.bytes;
+    place(plan->segments, p.segments.size);
+    place(plan->key_tiles, plan->max_key_tiles);
+    place(plan->starts, heads * plan->max_steps);
+    place(plan->dq, (heads * plan->max_steps + 1) * dq_floats_of_step(z));
+    place(plan->partial_dk, parts * z.k_rows * stored_columns(z));
+    place(plan->partial_dv, parts * z.k_rows * stored_columns(z));
+    place(plan->partial_gates, p.options.forget_gate ? parts * z.k_rows : 0);
+    return bytes;
 }
 
 void launch_plan(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream) {
