@@ -7,11 +7,6 @@
 
 namespace megatron_sb::hopper {
 
-// The columns that a kernel computes: of q and k, and of v and the output.
-struct Columns {
-    int32_t qk, v;
-};
-
 // The kernels exist for 64, 96 and 128 columns, and wide ones for 192 (128 of v) and 256. A narrower head has zeros in
 // the other columns: TMA writes zeros for columns after the end of a row, and the output leaves them out. Columns are
 // stored in panels of 64, so 96 columns are stored as 128.
@@ -20,25 +15,25 @@ struct Columns {
 // sizes, bias columns are columns as all others.
 inline constexpr int kMostColumns = 256, kMostGatedColumns = 128;  // without bias columns
 inline constexpr int kBiasRowBytes = 2 * kBiasColumns;
-SB_HOST_DEVICE inline Columns computed_columns(int32_t head_dim, int32_t head_dim_v, int32_t bias_columns) {
+SB_HOST_DEVICE inline int computed_columns(int32_t head_dim, int32_t head_dim_v, int32_t bias_columns) {
     const int32_t widest = head_dim > head_dim_v ? head_dim : head_dim_v, channels = head_dim - bias_columns;
-    if (bias_columns > 0 && (channels == 64 || channels == 128) && head_dim_v <= channels) return {head_dim, channels};
-    if (widest <= 64) return {64, 64};
-    if (widest <= 96) return {96, 96};
-    if (widest <= 128) return {128, 128};
-    if (head_dim <= 192 && head_dim_v <= 128) return {192, 128};
-    return {kMostColumns, kMostColumns};
+    if (bias_columns > 0 && (channels == 64 || channels == 128) && head_dim_v <= channels) return head_dim;
+    if (widest <= 64) return 64;
+    if (widest <= 96) return 96;
+    if (widest <= 128) return 128;
+    if (head_dim <= 192 && head_dim_v <= 128) return 192;
+    return kMostColumns;
 }
-SB_HOST_DEVICE inline Columns computed_columns(const Sizes& sizes) {
+SB_HOST_DEVICE inline int computed_columns(const Sizes& sizes) {
     return computed_columns(sizes.head_dim, sizes.head_dim_v, sizes.bias_columns);
 }
 SB_HOST_DEVICE inline int stored_columns(const Sizes& sizes) {
-    const int columns = computed_columns(sizes).qk;
+    const int columns = computed_columns(sizes);
     return columns % 16 == kBiasColumns ? columns : (columns + 63) / 64 * 64;
 }
 // Whether the wide kernels compute the call. They have no forget gates.
 SB_HOST_DEVICE inline bool is_wide(int32_t head_dim, int32_t head_dim_v, int32_t bias_columns) {
-    return computed_columns(head_dim, head_dim_v, bias_columns).qk > kMostGatedColumns + kBiasColumns;
+    return computed_columns(head_dim, head_dim_v, bias_columns) > kMostGatedColumns + kBiasColumns;
 }
 
 // Return the size of `params.workspace` in bytes. The backward needs O(L) bytes and ignores `limit`.

@@ -31,7 +31,7 @@ void with_instance(const Sizes& sizes, bool gated, const F& f) {
     const auto with_columns = [&](auto qk, auto v) {
         gated ? with_type(qk, v, std::true_type{}) : with_type(qk, v, std::false_type{});
     };
-    const int columns = computed_columns(sizes).qk;
+    const int columns = computed_columns(sizes);
     if (columns == 64) return with_columns(Count<64>{}, Count<64>{});
     if (columns == 72) return with_columns(Count<72>{}, Count<64>{});
     if (columns == 96) return with_columns(Count<96>{}, Count<96>{});
