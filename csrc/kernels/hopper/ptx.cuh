@@ -10,15 +10,9 @@
 
 namespace megatron_sb::hopper {
 
-using common::allow_next_kernel;
-using common::copy_async;
-using common::exp2_approximate;
-using common::min_nan;
-using common::pack;
-using common::reciprocal;
-using common::shared_address;
-using common::store_four;
-using common::wait_for_previous_kernel;
+using common::allow_next_kernel, common::wait_for_previous_kernel;
+using common::copy_async, common::pack, common::shared_address, common::store_four;
+using common::exp2_approximate, common::min_nan, common::reciprocal;
 
 // ---- barriers: arrivals on an mbarrier release, waits acquire, both at the scope of the CTA -------------------------
 
