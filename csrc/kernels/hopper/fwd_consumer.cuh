@@ -263,13 +263,13 @@ class ForwardConsumer {
     __device__ __forceinline__ void scan_scores(int i, bool partial) {
         if (partial) mask(i);
         const HeadLogits logits = {args_.scale_log2, work(work_number_).offset};
+        ForwardScan<T::kKeysPerThread> scan(s_, logits, lane_ % 4, args_.restart_floor, i, rows_);
         if constexpr (T::kGated) {
             const auto place = Place<kGateStages>::of(gate_uses_++);
-            GatedForwardScan(s_, logits, lane_ % 4, args_.restart_floor, i, rows_, control_.gates_of_slot[place.slot])
-                .run();
+            GatedForwardScan(scan, control_.gates_of_slot[place.slot]).run();
             control_.gates.empty.arrive(place);
         } else {
-            ForwardScan<T::kKeysPerThread>(s_, logits, lane_ % 4, args_.restart_floor, i, rows_).run();
+            scan.run();
         }
     }
     // Waits for the gates of the next tile.

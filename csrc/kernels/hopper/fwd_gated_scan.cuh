@@ -18,10 +18,8 @@ class GatedForwardScan : public ForwardScan<kGatedKeys> {
   public:
     using Gates = GateTile<4 * kGatedKeys>;
 
-    __device__ __forceinline__ GatedForwardScan(float (&scores)[2 * kGatedKeys], const HeadLogits& logits,
-                                                int thread_in_quad, float floor, int tile, RowState& rows,
-                                                const Gates& gates)
-        : ForwardScan<kGatedKeys>(scores, logits, thread_in_quad, floor, tile, rows), gates_(gates) {}
+    __device__ __forceinline__ GatedForwardScan(const ForwardScan<kGatedKeys>& scan, const Gates& gates)
+        : ForwardScan<kGatedKeys>(scan), gates_(gates) {}
 
     // Replaces scores by weights and moves the mass to the older edge of the tile. The exponentials of row 1 are
     // interleaved with the multiplications of row 0, so that the MUFU and FMA pipes both have work. The factor of row 0
