@@ -101,13 +101,13 @@ class BackwardThread {
             const int key = half * kHalfTileKeys + KeyOrder<kHalfTileKeys>()(row(r));
             if (key >= step.tile_keys) continue;
             const float x = sums[2 * r] * args_.scale, y = sums[2 * r + 1] * args_.scale;
-            if (!writes_fp32(step)) {
-                uint32_t* const pair = reinterpret_cast<uint32_t*>(key_row<Element>(dk().rows, step, key) + column);
-                *pair = pack<Element>(x, y);
-                continue;
+            if (writes_fp32(step)) {
+                const Fp32Rows to = fp32_rows(dk(), step);
+                store_global(to.first + key * to.row_stride + column, x, y);
+            } else {
+                Element* const to = key_row<Element>(dk().rows, step, key) + column;
+                *reinterpret_cast<uint32_t*>(to) = pack<Element>(x, y);
             }
-            const Fp32Rows to = fp32_rows(dk(), step);
-            store_global(to.first + key * to.row_stride + column, x, y);
         }
     }
 

@@ -58,16 +58,16 @@ template <int kRank>
 CUtensorMap encode(const Rows<const void*>& tensor, Dtype dtype, const cuuint64_t (&sizes)[kRank],
                    const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank]) {
     cuuint64_t bytes[kRank - 1];
-    cuuint32_t steps[kRank];
     for (int i = 0; i < kRank - 1; ++i) bytes[i] = strides[i] * kElementBytes;
-    for (int i = 0; i < kRank; ++i) steps[i] = 1;
+    constexpr cuuint32_t kSteps[] = {1, 1, 1, 1,
+                                     1};  // of the box, in elements; a tensor map has at most five dimensions
     const CUtensorMapDataType type =
         dtype == Dtype::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     const CUtensorMapSwizzle swizzle =
         box[0] == kPanelColumns ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE;
     CUtensorMap map;
     const CUresult result = encode_function()(&map, type, kRank, const_cast<void*>(tensor.data), sizes, bytes, box,
-                                              steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                                              kSteps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
                                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS)
         throw RuntimeFailure(concat("cuTensorMapEncodeTiled failed with CUresult ", int(result),

@@ -45,11 +45,10 @@ __device__ inline void copy_rows(uint8_t* to, const Rows<const void*>& tensor, i
 template <int kRows, class Order>
 __device__ inline void copy_bias_columns(uint8_t* to, const Rows<const void*>& tensor, int64_t source, int count,
                                          Order order) {
-    constexpr int kBytes = 2 * kBiasColumns;
     for (int r = threadIdx.x % 32; r < kRows; r += 32) {
         const int row = order(r);
         const uint8_t* const from = static_cast<const uint8_t*>(tensor.data) + source + 2 * row * tensor.row_stride;
-        copy_async(shared_address(to + r * kBytes), row < count ? from : tensor.data, row < count);
+        copy_async(shared_address(to + r * kBiasRowBytes), row < count ? from : tensor.data, row < count);
     }
 }
 
