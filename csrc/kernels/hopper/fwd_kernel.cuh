@@ -39,18 +39,11 @@ __global__ void __launch_bounds__(T::kThreads, 1) forward(const __grid_constant_
         set_registers<T::kProducerRegisters, T::kLaunchRegisters>();
         const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
         if (warp == 0) ForwardProducer<T>(shared, arguments).run();
-        if (warp == 1) {
-            const TailLoader<T> loader(c, 0, arguments.params.k, arguments.params.sizes.head_dim);
-            loader.run(shared.k, c.k.full, [&](const TailTile& tile) {
-                if constexpr (T::kBiases > 0) loader.copy_biases(shared.k_biases, tile);
-            });
-        }
-        if (warp == 2)
-            TailLoader<T>(c, 1, arguments.params.v, arguments.params.sizes.head_dim_v)
-                .run(shared.v, c.v.full, [](const TailTile&) {});
+        const ForwardParams& p = arguments.params;
+        if (warp == 1) TailLoader<T>(shared, 0, p.k, p.sizes.head_dim).template run<T::kBiases>(shared.k, c.k.full);
+        if (warp == 2) TailLoader<T>(shared, 1, p.v, p.sizes.head_dim_v).template run<0>(shared.v, c.v.full);
         if constexpr (T::kGated)
-            if (warp == 3)
-                TailLoader<T>(c, kGateLoader, arguments.params.k, arguments.params.sizes.head_dim).load_gates();
+            if (warp == 3) TailLoader<T>(shared, kGateLoader, p.k, p.sizes.head_dim).load_gates();
     } else {
         set_registers<T::kConsumerRegisters, T::kLaunchRegisters>();
         ForwardConsumer<T>(shared, arguments, warpgroup - 1).run();

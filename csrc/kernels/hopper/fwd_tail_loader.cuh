@@ -18,28 +18,25 @@ namespace megatron_sb::hopper {
 template <class T>
 class TailLoader {
   public:
-    __device__ TailLoader(ForwardControl<T>& control, int loader, const Rows<const void*>& rows, int columns)
-        : control_(control), loader_(loader), rows_(rows), columns_(columns) {}
+    __device__ TailLoader(typename T::Shared& shared, int loader, const Rows<const void*>& rows, int columns)
+        : shared_(shared), control_(shared.control), loader_(loader), rows_(rows), columns_(columns) {}
 
-    // `tiles` are the slots of the ring of K or V, of kBytes each; `full` is its event k.full or v.full. `after_copy`
-    // gets each tail tile, and may copy more.
-    template <int kBytes, class AfterCopy>
-    __device__ void run(uint8_t (*tiles)[kBytes], SlotBarriers<kKvStages>& full, const AfterCopy& after_copy) const {
+    // `tiles` are the slots of the ring of K or V, of kBytes each; `full` is its event k.full or v.full. kBiases: bias
+    // columns to copy, of K.
+    template <int kBiases, int kBytes>
+    __device__ void run(uint8_t (*tiles)[kBytes], SlotBarriers<kKvStages>& full) const {
         constexpr int kPanels = kBytes / T::kKeyPanelBytes;
         for (uint32_t number = 0;; ++number) {
             const TailTile tile = receive(Place<1>::of(number));
             if (tile.slot < 0) return;
             copy_rows<T::kKeyTile, kPanels>(tiles[tile.slot], rows_, offset_of(rows_, tile.batch, tile.head, tile.row),
                                             tile.count, columns_, KeyOrder<T::kKeyTile>());
-            after_copy(tile);
+            if constexpr (kBiases > 0)
+                copy_bias_columns<T::kKeyTile>(shared_.k_biases[tile.slot], rows_,
+                                               offset_of(rows_, tile.batch, tile.head, tile.row) + 2 * T::kHeadDim,
+                                               tile.count, KeyOrder<T::kKeyTile>());
             finish_copy(full, Place<kKvStages>{tile.slot});
         }
-    }
-
-    __device__ void copy_biases(uint8_t (*tiles)[T::kKeyTile * kBiasRowBytes], const TailTile& tile) const {
-        copy_bias_columns<T::kKeyTile>(tiles[tile.slot], rows_,
-                                       offset_of(rows_, tile.batch, tile.head, tile.row) + 2 * T::kHeadDim, tile.count,
-                                       KeyOrder<T::kKeyTile>());
     }
 
     // The loader of gates: it gets each tile whose K is loaded. Waits on gates.empty, on which all consumer threads
@@ -76,6 +73,7 @@ class TailLoader {
         return tile;
     }
 
+    typename T::Shared& shared_;
     ForwardControl<T>& control_;
     const int loader_;
     const Rows<const void*>& rows_;
