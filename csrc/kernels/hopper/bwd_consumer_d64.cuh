@@ -80,7 +80,11 @@ class SumWarpgroup : BackwardThread<T> {
         this->issue_dq(dq_, dz, k);
         // The scans of the next steps need the stage and the slot, so release both before the wait for a slot of dQ.
         wgmma_wait<1>();
-        fence_sums();
+        fence_accumulator(dk_);
+        fence_accumulator(dv_);
+        if constexpr (T::kBiases > 0)
+#pragma unroll
+            for (auto& half : dk_biases_) fence_accumulator(half);
         control_.qdo.empty.arrive(stage_);
         wgmma_wait<0>();
         fence_accumulator(dq_);
@@ -89,14 +93,6 @@ class SumWarpgroup : BackwardThread<T> {
         this->pass_on_dq(number_, dq_, 0, dq_staged_, dz_sum);
         stage_ = stage_.next();
         ++number_;
-    }
-
-    __device__ __forceinline__ void fence_sums() {
-        fence_accumulator(dk_);
-        fence_accumulator(dv_);
-        if constexpr (T::kBiases > 0)
-#pragma unroll
-            for (auto& half : dk_biases_) fence_accumulator(half);
     }
 
     uint32_t k_low_, qdo_low_, weights_low_, dz_low_, k_, v_;

@@ -46,12 +46,11 @@ Layout layout_of(const Rows<const void*>& tensor, int batch, int rows, int heads
     const int64_t head_stride = heads > 1 ? tensor.head_stride : 0;
     const int64_t divisor = std::gcd(batch_stride, head_stride);
     const int64_t unit = divisor > 0 ? divisor : head_dim;
-    Layout layout;
-    layout.index = {int32_t(batch_stride / unit), int32_t(head_stride / unit)};
-    layout.head_stride = cuuint64_t(unit);
-    layout.num_heads = cuuint64_t(batch_stride / unit * (batch - 1) + head_stride / unit * (heads - 1) + 1);
-    layout.row_stride = cuuint64_t(rows > 1 ? tensor.row_stride : head_dim);
-    return layout;
+    const int64_t per_batch = batch_stride / unit, per_head = head_stride / unit;
+    return {cuuint64_t(unit),
+            cuuint64_t(per_batch * (batch - 1) + per_head * (heads - 1) + 1),
+            cuuint64_t(rows > 1 ? tensor.row_stride : head_dim),
+            {int32_t(per_batch), int32_t(per_head)}};
 }
 
 template <int kRank>
