@@ -15,7 +15,6 @@
 #pragma once
 
 #include "kernels/hopper/bwd_common.cuh"
-#include "kernels/hopper/instances.cuh"
 #include "kernels/hopper/tile_copy.cuh"
 
 namespace megatron_sb::hopper {
@@ -241,23 +240,19 @@ class StepLoader {
     }
     // The same without TMA, for the last rows of a segment.
     __device__ void copy_rows_of_step(uint8_t* q) {
+        const BackwardParams& p = args_.params;
         const auto same = [](int row) { return row; };
-        const auto copy = [&](auto panels, uint8_t* to, const Rows<const void*>& from, int columns) {
-            copy_rows<kStepRows, decltype(panels)::value>(
-                to, from, offset_of(from, batch_, pending_.head, pending_.row), pending_.num_rows, columns, same);
-        };
-        copy(Count<T::kPanels>{}, q, args_.params.q, args_.params.sizes.head_dim);
+        const auto first = [&](const auto& tensor) { return offset_of(tensor, batch_, pending_.head, pending_.row); };
+        copy_rows<kStepRows, T::kPanels>(q, p.q, first(p.q), pending_.num_rows, p.sizes.head_dim, same);
         if constexpr (T::kBiases > 0)
-            copy_bias_columns<kStepRows>(
-                shared_.q_biases[stage_.slot], args_.params.q,
-                offset_of(args_.params.q, batch_, pending_.head, pending_.row) + 2 * T::kHeadDim, pending_.num_rows,
-                same);
+            copy_bias_columns<kStepRows>(shared_.q_biases[stage_.slot], p.q, first(p.q) + 2 * T::kHeadDim,
+                                         pending_.num_rows, same);
         if constexpr (T::kSeparateDo) {
             finish_copy(control_.qdo.full, stage_);
             control_.d_o.wait_empty(Place<1>::of(number_));
         }
         uint8_t* const d_o = T::kSeparateDo ? shared_.d_o : q + T::kTileBytes;
-        copy(Count<T::kValuePanels>{}, d_o, args_.params.d_o, args_.params.sizes.head_dim_v);
+        copy_rows<kStepRows, T::kValuePanels>(d_o, p.d_o, first(p.d_o), pending_.num_rows, p.sizes.head_dim_v, same);
         if constexpr (T::kSeparateDo)
             finish_copy(control_.d_o.full, Place<1>::of(number_));
         else
@@ -300,19 +295,16 @@ class StepLoader {
             return;
         }
         for (int w = 0; w < T::kHalves; ++w) {
-            const int first = w * kHalfTileKeys;
-            const auto copy = [&](auto panels, uint8_t* to, const Rows<const void*>& from, int columns) {
-                copy_rows<kHalfTileKeys, decltype(panels)::value>(
-                    to, from, offset_of(from, batch_, kv_head_, tile_row_ + first), tile_keys_ - first, columns,
-                    KeyOrder<kHalfTileKeys>());
-            };
-            copy(Count<T::kPanels>{}, shared_.k[buffer][w], args_.params.k, args_.params.sizes.head_dim);
+            const BackwardParams& p = args_.params;
+            const KeyOrder<kHalfTileKeys> order;
+            const int row = tile_row_ + w * kHalfTileKeys, count = tile_keys_ - w * kHalfTileKeys;
+            const auto first = [&](const auto& tensor) { return offset_of(tensor, batch_, kv_head_, row); };
+            copy_rows<kHalfTileKeys, T::kPanels>(shared_.k[buffer][w], p.k, first(p.k), count, p.sizes.head_dim, order);
             if constexpr (T::kBiases > 0)
-                copy_bias_columns<kHalfTileKeys>(
-                    shared_.k_biases[buffer][w], args_.params.k,
-                    offset_of(args_.params.k, batch_, kv_head_, tile_row_ + first) + 2 * T::kHeadDim,
-                    tile_keys_ - first, KeyOrder<kHalfTileKeys>());
-            copy(Count<T::kValuePanels>{}, shared_.v[buffer][w], args_.params.v, args_.params.sizes.head_dim_v);
+                copy_bias_columns<kHalfTileKeys>(shared_.k_biases[buffer][w], p.k, first(p.k) + 2 * T::kHeadDim, count,
+                                                 order);
+            copy_rows<kHalfTileKeys, T::kValuePanels>(shared_.v[buffer][w], p.v, first(p.v), count, p.sizes.head_dim_v,
+                                                      order);
         }
         finish_copy(full, place);
     }
