@@ -181,7 +181,12 @@ class StepLoader {
     __device__ void publish_pending(int flags) {
         const StepPlace place = StepPlace::of(number_);
         const bool more = !(flags & kEndOfWork), begins_tile = more && new_key_tile_;
-        if (begins_tile) locate_tile();
+        if (begins_tile) {
+            const int first = key_tile_.tile * T::kKeyTile;
+            new_key_tile_ = false;
+            tile_row_ = clamped(args_.params.segments[key_tile_.segment], args_.params.sizes).k_begin + first;
+            tile_keys_ = min(T::kKeyTile, key_tile_.num_keys - first);
+        }
         control_.qdo.wait_empty(stage_);
         control_.steps.wait_empty(place);
         if (lane_ == 0) {
@@ -209,20 +214,19 @@ class StepLoader {
     // Loads Q and dO of the pending step. Lane 0 arrives on qdo.full, and on d_o.full if dO has a ring of its own; the
     // consumers wait.
     __device__ void load_rows_of_step() {
-        auto& full = control_.qdo.full;
+        uint64_t* const barrier = &control_.qdo.full.barriers[stage_.slot];
         uint8_t* const q = shared_.qdo[stage_.slot];
         if (pending_.num_rows < kStepRows) return copy_rows_of_step(q);
         if (lane_ == 0) {
-            full.arrive_with_bytes(stage_, T::kStageBytes + kStepRows * 2 * T::kBiases);
+            control_.qdo.full.arrive_with_bytes(stage_, T::kStageBytes + kStepRows * 2 * T::kBiases);
 #pragma unroll
             for (int panel = 0; panel < T::kPanels; ++panel) {
-                load_panel(q, args_.q, panel, &full.barriers[stage_.slot]);
+                load_columns(q + panel * T::kPanelBytes, args_.q, 64 * panel, barrier);
                 if (!T::kSeparateDo && panel < T::kValuePanels)
-                    load_panel(q + T::kTileBytes, args_.d_o, panel, &full.barriers[stage_.slot]);
+                    load_columns(q + T::kTileBytes + panel * T::kPanelBytes, args_.d_o, 64 * panel, barrier);
             }
             if constexpr (T::kBiases > 0)
-                tma_load_3d(shared_.q_biases[stage_.slot], &args_.q_biases.map, &full.barriers[stage_.slot],
-                            T::kHeadDim, pending_.row, args_.q_biases.heads(batch_, pending_.head));
+                load_columns(shared_.q_biases[stage_.slot], args_.q_biases, T::kHeadDim, barrier);
         }
         if constexpr (T::kSeparateDo) {
             const auto place = Place<1>::of(number_);
@@ -231,12 +235,12 @@ class StepLoader {
             control_.d_o.full.arrive_with_bytes(place, T::kValueTileBytes);
 #pragma unroll
             for (int panel = 0; panel < T::kValuePanels; ++panel)
-                load_panel(shared_.d_o, args_.d_o, panel, &control_.d_o.full.barriers[place.slot]);
+                load_columns(shared_.d_o + panel * T::kPanelBytes, args_.d_o, 64 * panel,
+                             &control_.d_o.full.barriers[place.slot]);
         }
     }
-    __device__ void load_panel(uint8_t* to, const TensorMap& map, int panel, uint64_t* barrier) const {
-        tma_load_3d(to + panel * T::kPanelBytes, &map.map, barrier, 64 * panel, pending_.row,
-                    map.heads(batch_, pending_.head));
+    __device__ void load_columns(uint8_t* to, const TensorMap& map, int column, uint64_t* barrier) const {
+        tma_load_3d(to, &map.map, barrier, column, pending_.row, map.heads(batch_, pending_.head));
     }
     // The same without TMA, for the last rows of a segment.
     __device__ void copy_rows_of_step(uint8_t* q) {
@@ -259,29 +263,22 @@ class StepLoader {
             finish_copy(control_.qdo.full, stage_);
     }
 
-    __device__ void locate_tile() {
-        const int first = key_tile_.tile * T::kKeyTile;
-        new_key_tile_ = false;
-        tile_row_ = clamped(args_.params.segments[key_tile_.segment], args_.params.sizes).k_begin + first;
-        tile_keys_ = min(T::kKeyTile, key_tile_.num_keys - first);
-    }
     // Loads K and V of the key tile. Waits on kv.empty, on which the consumer warps arrive. Lane 0 arrives on kv.full,
     // on which the consumers wait.
     __device__ void load_tile() {
         const auto place = Place<T::kTileBuffers>::of(tiles_++);
         const int buffer = place.slot;
-        auto& full = control_.kv.full;
-        uint64_t* const barrier = &full.barriers[buffer];
+        uint64_t* const barrier = &control_.kv.full.barriers[buffer];
         control_.kv.wait_empty(place);
         if (tile_keys_ == T::kKeyTile) {
             if (lane_ != 0) return;
-            full.arrive_with_bytes(place,
-                                   T::kHalves * (T::kTileBytes + T::kValueTileBytes + kHalfTileKeys * 2 * T::kBiases));
+            control_.kv.full.arrive_with_bytes(
+                place, T::kHalves * (T::kTileBytes + T::kValueTileBytes + kHalfTileKeys * 2 * T::kBiases));
 #pragma unroll
             for (int w = 0; w < T::kHalves; ++w) {
+                const int row = tile_row_ + w * kHalfTileKeys;
 #pragma unroll
                 for (int panel = 0; panel < T::kPanels; ++panel) {
-                    const int row = tile_row_ + w * kHalfTileKeys;
                     tma_load_5d(shared_.k[buffer][w] + panel * T::kPanelBytes, &args_.k.map, barrier, 64 * panel, row,
                                 0, 0, args_.k.heads(batch_, kv_head_));
                     if (panel < T::kValuePanels)
@@ -289,8 +286,8 @@ class StepLoader {
                                     row, 0, 0, args_.v.heads(batch_, kv_head_));
                 }
                 if constexpr (T::kBiases > 0)
-                    tma_load_5d(shared_.k_biases[buffer][w], &args_.k_biases.map, barrier, T::kHeadDim,
-                                tile_row_ + w * kHalfTileKeys, 0, 0, args_.k_biases.heads(batch_, kv_head_));
+                    tma_load_5d(shared_.k_biases[buffer][w], &args_.k_biases.map, barrier, T::kHeadDim, row, 0, 0,
+                                args_.k_biases.heads(batch_, kv_head_));
             }
             return;
         }
@@ -306,7 +303,7 @@ class StepLoader {
             copy_rows<kHalfTileKeys, T::kValuePanels>(shared_.v[buffer][w], p.v, first(p.v), count, p.sizes.head_dim_v,
                                                       order);
         }
-        finish_copy(full, place);
+        finish_copy(control_.kv.full, place);
     }
 
     typename T::Shared& shared_;
