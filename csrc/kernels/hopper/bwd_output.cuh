@@ -24,10 +24,8 @@ class BackwardThread {
           control_(shared.control),
           args_(arguments),
           warp_(__shfl_sync(~0u, int(threadIdx.x / 32 % 4), 0)),
-          lane_(__shfl_sync(~0u, int(threadIdx.x % 32), int(threadIdx.x % 32))) {  // ptxas cannot read it again
-        const int first_row = warp_ * 16 + lane_ % 8;
-        store_offset_ = first_row * 128 + ((lane_ / 8) ^ (lane_ % 8)) * 16;
-    }
+          lane_(__shfl_sync(~0u, int(threadIdx.x % 32), int(threadIdx.x % 32))),  // ptxas cannot read it again
+          store_offset_((warp_ * 16 + lane_ % 8) * 128 + ((lane_ / 8) ^ (lane_ % 8)) * 16) {}
 
     __device__ __forceinline__ const Step& step(uint32_t number) const {
         return control_.step_info[number % kStepRing];
@@ -363,7 +361,7 @@ class BackwardThread {
     const int warp_, lane_;
 
   private:
-    uint32_t store_offset_;  // offset of the 8 columns that this lane passes to stmatrix
+    const uint32_t store_offset_;  // offset of the 8 columns that this lane passes to stmatrix
 };
 
 }  // namespace megatron_sb::hopper
