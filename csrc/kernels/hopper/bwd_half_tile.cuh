@@ -170,12 +170,11 @@ class HalfScan : protected BackwardThread<T> {
                                                          const BeforeDz& before_dz) {
         // One branch for all that follows. A branch for each row in each function of the scan costs 2% to 4%.
         const ScanForm form = scan.form();
-        if constexpr (kIsSlow<Scan>) {
+        if constexpr (Scan::kIsSlow)
             if (form == ScanForm::kKeyByKey) {
                 scan.begin_key_by_key(s_, lane_ % 4);
                 return write_rows<ScanForm::kKeyByKey>(scan, number, stage, weights, dz, before_weights, before_dz);
             }
-        }
         if (form == ScanForm::kLarge)
             write_rows<ScanForm::kLarge>(scan, number, stage, weights, dz, before_weights, before_dz);
         else
@@ -196,7 +195,7 @@ class HalfScan : protected BackwardThread<T> {
         scan.prefixes(lane_ % 4);
         if (!carry_out_is_empty) control_.carry_out_empty(half_).wait(carry_out.previous_use());
         store_carry_out(scan, carry_out);
-        if constexpr (kIsSlow<Scan>) clear_nan_queries(scan, number, stage);
+        if constexpr (Scan::kIsSlow) clear_nan_queries(scan, number, stage);
         before_dz();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {

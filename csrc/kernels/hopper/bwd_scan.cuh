@@ -85,6 +85,7 @@ __device__ __forceinline__ void prevent_reuse(float (&s)[32]) {
 template <bool kKeepsReciprocals>
 class FastScan {
   public:
+    static constexpr bool kIsSlow = false;
     // Where e is large, beta is close to 1, and g - beta G loses what is left of g. Then om G - (G - g) is exact
     // enough, with om = 1 - beta = 1 / (1 + e). It takes more instructions, so only warps use it in which the product
     // of 1 + e over the keys of a thread is above this bound. Below it, the loss is at most 2^-12 of the result.
@@ -140,16 +141,14 @@ class FastScan {
 #pragma unroll
         for (int k = 0; k < kBackwardKeysPerThread; ++k) {
             const int i = accumulator_register(r, k);
-            const float e = s[i], a = e * m, g = dp[i] * a, newer_mass = fmaf(e, m, m);
-            const float inverse = reciprocal(newer_mass);
-            float newer_sum = g;
-            if constexpr (kKeepsReciprocals && !kLarge) {
-                if (k > 0) newer_sum = fmaf(dp[i], a, sum);
+            const float e = s[i], a = e * m, g = dp[i] * a, newer_mass = fmaf(e, m, m),
+                        inverse = reciprocal(newer_mass);
+            const float newer_sum = k == 0 ? g : kKeepsReciprocals && !kLarge ? fmaf(dp[i], a, sum) : sum + g;
+            if (kKeepsReciprocals && !kLarge) {
                 s[i] = a;
                 dp[i] = fmaf(-inverse, newer_sum, dp[i]);
                 reciprocals[i] = inverse;
             } else {
-                if (k > 0) newer_sum = sum + g;
                 s[i] = a * inverse;
                 dp[i] = fmaf(-s[i], newer_sum, g);
                 if (kLarge && e > 1.f) {
@@ -187,10 +186,7 @@ class FastScan {
     __device__ __forceinline__ static void gradients_of_row(int r, float b, const float (&s)[32], const float (&dp)[32],
                                                             const Reciprocals& reciprocals, uint32_t (&packed)[8]) {
         const auto dz = [&](int i) {
-            if constexpr (kKeepsReciprocals && !kLarge)
-                return s[i] * fmaf(-reciprocals[i], b, dp[i]);
-            else
-                return fmaf(-s[i], b, dp[i]);
+            return kKeepsReciprocals && !kLarge ? s[i] * fmaf(-reciprocals[i], b, dp[i]) : fmaf(-s[i], b, dp[i]);
         };
 #pragma unroll
         for (int k = 0; k < kBackwardKeysPerThread; k += 2)
@@ -235,17 +231,12 @@ struct PlainScores {
 };
 
 template <class Scores, bool kKeepsReciprocals>
-class SlowScan;
-template <class Scan>
-inline constexpr bool kIsSlow = false;
-template <class Scores, bool kKeepsReciprocals>
-inline constexpr bool kIsSlow<SlowScan<Scores, kKeepsReciprocals>> = true;
-
-template <class Scores, bool kKeepsReciprocals>
 class SlowScan {
     using Fast = FastScan<kKeepsReciprocals>;
 
   public:
+    static constexpr bool kIsSlow = true;
+
     __device__ __forceinline__ SlowScan(int half, float product_offset, const Scores& scores = {})
         : half_(half), multiply_(product_offset), scores_(scores) {}
 

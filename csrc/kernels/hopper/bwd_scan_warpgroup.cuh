@@ -63,11 +63,11 @@ class ScanWarpgroup : HalfScan<T> {
         wgmma_fence();
         this->issue_scores(stage_.slot, tile.slot);
     }
-    __device__ __forceinline__ uint32_t queries() const { return this->opaque(qdo_low_) + stage_.slot * Base::kStage; }
     // Waits for dO and issues dP.
     __device__ __forceinline__ void issue_dp() {
         if constexpr (T::kSeparateDo) control_.d_o.wait_full(Place<1>::of(number_));
-        const uint32_t d_o = T::kSeparateDo ? this->opaque(d_o_low_) : queries() + Base::kTile;
+        const uint32_t d_o =
+            T::kSeparateDo ? this->opaque(d_o_low_) : this->opaque(qdo_low_) + stage_.slot * Base::kStage + Base::kTile;
         this->template multiply_rows_by_keys<T::kHeadDimV>(
             dp_, d_o, this->opaque(v_low_) + tiles_ % T::kTileBuffers * T::kHalves * Base::kValueTile);
         wgmma_commit();
@@ -90,25 +90,19 @@ class ScanWarpgroup : HalfScan<T> {
         constexpr int kSlotBytes = T::kHalves * T::kPanelBytes;
         this->write_weights_and_dz(
             scan, number_, stage_.slot, weights_ + dz.slot * kSlotBytes, dz_ + dz.slot * kSlotBytes, [] {}, [] {});
-        if constexpr (T::kTileBuffers == 1) {
-            // The next key tile is loaded only after the sums of this one.
-            fence_async_proxy();
-            this->signal(control_.dz, dz);
-            start_next_step();
-        } else {
-            start_next_step();  // runs while A and dz become visible to wgmma
-            fence_async_proxy();
-            this->signal(control_.dz, dz);
-        }
+        if constexpr (T::kTileBuffers > 1) start_next_step();  // runs while A and dz become visible to wgmma
+        fence_async_proxy();
+        this->signal(control_.dz, dz);
+        // With one buffer, the next key tile is loaded only after the sums of this one.
+        if constexpr (T::kTileBuffers == 1) start_next_step();
         wgmma_wait<0>();
         fence_accumulator(s_);
     }
     __device__ __forceinline__ void start_next_step() {
         const bool tile_ends = flags_ & kLastStepOfTile;
         if (tile_ends) {
-            const auto tile = Place<T::kTileBuffers>::of(tiles_++);
             this->end_gates(step(number_));
-            this->release(control_.kv, tile);
+            this->release(control_.kv, Place<T::kTileBuffers>::of(tiles_++));
         }
         stage_ = stage_.next();
         ++number_;

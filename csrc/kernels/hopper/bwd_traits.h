@@ -101,27 +101,22 @@ struct BackwardBarriers {
     }
 };
 
-template <bool kGated>
 struct BackwardGates {
     GateTile<kHalfTileKeys> gates_of_half[2];  // written and read by the warpgroup that scans the half
     float gate_sums[2][4][kHalfTileKeys];      // of a half and a warp: sums of n over rows
 };
-template <>
-struct BackwardGates<false> {};
 
 // The bias columns of Q and K, and zeros after them in place of further columns (wgmma.cuh). The tiles are guarded by
 // the rings of Q and K.
-template <class T, bool kExists = (T::kBiases > 0)>
+template <class T>
 struct BackwardBiases {
     alignas(128) uint8_t q_biases[T::kQdoStages][kStepRows * kBiasRowBytes];
     alignas(128) uint8_t k_biases[T::kTileBuffers][T::kHalves][kHalfTileKeys * kBiasRowBytes];
     alignas(128) uint8_t zeros[kHalfTileKeys * kBiasRowBytes];
 };
-template <class T>
-struct BackwardBiases<T, false> {};
 
 template <class T>
-struct BackwardControl : NotedBarriers<BackwardBarriers<T>>, BackwardGates<T::kGated> {
+struct BackwardControl : NotedBarriers<BackwardBarriers<T>>, MembersIf<T::kGated, BackwardGates> {
     Step step_info[kStepRing];
     Carry carry_in[T::kQdoStages][kStepRows];
     // Mass and prefix at the newer edge of each half. The older half writes [0] for the newer half. The newer half
@@ -185,7 +180,7 @@ struct BackwardTraits {
     // Of a panel of dQ and, with biases, the sums of dz. The array is unused at head_dim 128.
     static constexpr int kDqFloats = kAddsDqInBulk ? kStepRows * 64 + kBiasSums : 4;
 
-    struct Shared : BackwardBiases<BackwardTraits> {
+    struct Shared : MembersIf<(kBiases > 0), BackwardBiases<BackwardTraits>> {
         alignas(1024) uint8_t k[kTileBuffers][kHalves][kTileBytes];
         alignas(1024) uint8_t v[kTileBuffers][kHalves][kValueTileBytes];
         alignas(1024) uint8_t qdo[kQdoStages][kStageBytes];  // Q, then dO

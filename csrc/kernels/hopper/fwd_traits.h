@@ -56,34 +56,28 @@ struct ForwardBarriers {
     }
 };
 
-template <class T, bool kGated = T::kGated>
+template <class T>
 struct ForwardGates {
     GateTile<T::kKeyTile> gates_of_slot[kGateStages];  // guarded by the ring of gates
 };
-template <class T>
-struct ForwardGates<T, false> {};
 
 // Wide heads: each consumer warp stages its 16 rows of the output here, a panel of 64 columns at a time.
-template <class T, bool kWide = T::kWide>
+template <class T>
 struct StagedOutput {
     alignas(1024) uint8_t o[4 * T::kWarpgroups][16 * kRowBytes];
 };
-template <class T>
-struct StagedOutput<T, false> {};
 
 // The bias columns of Q and K (hopper.h), and zeros after them in place of further columns (wgmma.cuh). The tiles are
 // guarded by the rings of Q and K.
-template <class T, bool kExists = (T::kBiases > 0)>
+template <class T>
 struct ForwardBiases {
     alignas(128) uint8_t q_biases[T::kQueryStages][T::kQueryTile * kBiasRowBytes];
     alignas(128) uint8_t k_biases[kKvStages][T::kKeyTile * kBiasRowBytes];
     alignas(128) uint8_t zeros[T::kKeyTile * kBiasRowBytes];
 };
-template <class T>
-struct ForwardBiases<T, false> {};
 
 template <class T>
-struct ForwardControl : NotedBarriers<ForwardBarriers<T>>, ForwardGates<T> {
+struct ForwardControl : NotedBarriers<ForwardBarriers<T>>, MembersIf<T::kGated, ForwardGates<T>> {
     WorkTile work[T::kWorkSlots];  // guarded by the ring of Q
     TailTile tail[T::kLoaders];    // guarded by its ring; [0] is for K, [1] for V, [kGateLoader] for gates of any tile
     // Early exit. The warps of a consumer warpgroup vote in used_up_votes[0] and [1] alternately: "the mass of all my
@@ -140,7 +134,8 @@ struct ForwardTraits {
     // Panels of the output that a warp stages at once.
     static constexpr int kStagedPanels = kWide ? 1 : kValuePanels;
 
-    struct Shared : StagedOutput<ForwardTraits>, ForwardBiases<ForwardTraits> {
+    struct Shared : MembersIf<kWide, StagedOutput<ForwardTraits>>,
+                    MembersIf<(kBiases > 0), ForwardBiases<ForwardTraits>> {
         alignas(1024) uint8_t q[kQueryStages][kQueryBytes];
         alignas(1024) uint8_t k[kKvStages][kKeyBytes];
         alignas(1024) uint8_t v[kKvStages][kValueBytes];

@@ -3,6 +3,8 @@
 // README.md explains the algorithms.
 #pragma once
 
+#include <type_traits>
+
 #include "core/params.h"
 
 namespace megatron_sb::hopper {
@@ -35,6 +37,12 @@ SB_HOST_DEVICE inline int stored_columns(const Sizes& sizes) {
 SB_HOST_DEVICE inline bool is_wide(int32_t head_dim, int32_t head_dim_v, int32_t bias_columns) {
     return computed_columns(head_dim, head_dim_v, bias_columns) > kMostGatedColumns + kBiasColumns;
 }
+
+// The base class of a struct that has `Members` only in some instances.
+template <class Members>
+struct Without {};
+template <bool kExist, class Members>
+using MembersIf = std::conditional_t<kExist, Members, Without<Members>>;
 
 // Return the size of `params.workspace` in bytes. The backward needs O(L) bytes and ignores `limit`.
 int64_t forward_workspace(const ForwardParams& params);
