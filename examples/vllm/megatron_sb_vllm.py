@@ -54,6 +54,16 @@ def _no_rotation(config, device=None, seq_len=None, layer_type=None):
     return attention._no_rotation(config, device, seq_len, layer_type)
 
 
+def _check_layer_types(config) -> None:
+    """Raise ValueError for kinds of layers that vLLM would compute as if they attended to all keys."""
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if others:  # vLLM itself passes sliding_window for layers with sliding windows
+        raise ValueError(
+            "layer_types of the configuration must be 'full_attention' with stick-breaking attention, got "
+            f"{', '.join(sorted(map(repr, others)))}."
+        )
+
+
 @dataclass
 class Prompts:
     """The requests of a step that have several queries. All of their keys are read.
@@ -115,7 +125,8 @@ class StickBreakingMetadataBuilder(AttentionMetadataBuilder[StickBreakingMetadat
         del common_prefix_len, fast_build
         common = common_attn_metadata
         num_decodes, num_prompts, first, _ = split_decodes_and_prefills(common, self.reorder_batch_threshold)
-        slots = common.slot_mapping[: common.num_actual_tokens].long()
+        # -1, as in runs without requests, means that nothing is stored. Block 0 is never read.
+        slots = common.slot_mapping[: common.num_actual_tokens].long().clamp(min=0)
         return StickBreakingMetadata(
             num_tokens=common.num_actual_tokens,
             num_decodes=num_decodes,
@@ -184,12 +195,12 @@ class StickBreakingImpl(AttentionImpl[StickBreakingMetadata]):
         config = get_current_vllm_config().model_config.hf_text_config
         attention.check_positions(SimpleNamespace(config=config))  # no layer tells here whether it rotates
         attention.check_options(config)
+        _check_layer_types(config)
+        self.scale = float(scale)  # vLLM replaces it in each forward of a model that has another scale
         self.options = {
-            "scale": float(scale),
             "attend_current": getattr(config, "attend_current", False),
             "mass_threshold": getattr(config, "mass_threshold", DEFAULT_MASS_THRESHOLD),
         }
-        self.scale = self.options["scale"]
 
     def forward(
         self,
@@ -218,6 +229,7 @@ class StickBreakingImpl(AttentionImpl[StickBreakingMetadata]):
                 *cache.split(self.head_size, dim=-1),
                 cache_seqlens=step.seq_lens,
                 block_table=step.block_table,
+                scale=self.scale,
                 **self.options,
             )[:, 0]
         if step.prompts is not None:
@@ -236,6 +248,7 @@ class StickBreakingImpl(AttentionImpl[StickBreakingMetadata]):
             prompts.max_seqlen,
             cu_seqlens_k=prompts.cu_seqlens_k,
             max_seqlen_k=prompts.max_seqlen_k,
+            scale=self.scale,
             **self.options,
         )
 

@@ -131,7 +131,39 @@ def test_options_of_the_model(plugin):
     config = plugin.get_current_vllm_config().model_config.hf_text_config
     config.attend_current, config.mass_threshold = True, 0.0
     impl = plugin.StickBreakingImpl(HEADS, DIM, 0.5, KV_HEADS)
-    assert impl.options == {"scale": 0.5, "attend_current": True, "mass_threshold": 0.0}
+    assert impl.scale == 0.5 and impl.options == {"attend_current": True, "mass_threshold": 0.0}
+
+
+@pytest.mark.parametrize(("queries", "keys"), [([1, 1], [9, 20]), ([20], [20])], ids=["decodes", "prompt"])
+def test_a_scale_that_vllm_sets_later(plugin, queries, keys):
+    """vLLM's function for transformers sets it in each forward, for example to Granite's attention_multiplier."""
+    common, slots = common_metadata(queries, keys, known=True)
+    cache = make_cache(plugin, int(common.block_table_tensor.max()) + 1)
+    all_keys, all_values = ([torch.randn(n, KV_HEADS, DIM) for n in keys] for _ in range(2))
+    for slot, k, v in zip(slots, all_keys, all_values, strict=True):
+        cache.transpose(1, 2)[slot // BLOCK, slot % BLOCK] = torch.cat((k, v), dim=-1)
+    key, value = (
+        torch.cat([x[len(x) - q :] for x, q in zip(of, queries, strict=True)]) for of in (all_keys, all_values)
+    )
+    query = torch.randn(common.num_actual_tokens, HEADS, DIM)
+    impl, output = plugin.StickBreakingImpl(HEADS, DIM, DIM**-0.5, KV_HEADS), torch.empty_like(query)
+    impl.scale = 0.7
+    impl.forward(None, query, key, value, cache, builder_of(plugin).build(0, common), output)
+    for (begin, end), k, v in zip(pairwise(common.query_start_loc.tolist()), all_keys, all_values, strict=True):
+        exact = reference.stickbreaking_attention(query[None, begin:end], k[None], v[None], scale=0.7)[0]
+        torch.testing.assert_close(output[begin:end].double(), exact, rtol=1e-4, atol=1e-5)
+
+
+def test_tokens_without_a_slot_change_no_block_of_a_request(plugin):
+    """vLLM's runs without requests, as of an idle data-parallel rank, have a slot of -1 for each token."""
+    common, _ = common_metadata([1, 1], [1, 1], known=True)
+    common.slot_mapping.fill_(-1)
+    cache = make_cache(plugin, 6)
+    cache.fill_(3.0)
+    query, key, value = (torch.randn(2, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    impl = plugin.StickBreakingImpl(HEADS, DIM, 0.5, KV_HEADS)
+    impl.forward(None, query, key, value, cache, builder_of(plugin).build(0, common), torch.empty_like(query))
+    assert (cache[1:] == 3).all()  # block 0 belongs to no request
 
 
 def test_while_vllm_measures_memory_the_output_is_0(plugin):
@@ -171,6 +203,16 @@ def test_options_that_decoders_do_not_have_are_errors(plugin, name, value, requi
     setattr(plugin.get_current_vllm_config().model_config.hf_text_config, name, value)
     with pytest.raises(ValueError, match=f"{name} of the configuration must be '?{required}'? with .* got "):
         plugin.StickBreakingImpl(HEADS, DIM, 0.5, KV_HEADS)
+
+
+def test_layers_that_attend_in_chunks_are_an_error(plugin):
+    """As in Llama 4. vLLM passes nothing that says so, and its layers would attend to all keys."""
+    config = plugin.get_current_vllm_config().model_config.hf_text_config
+    config.layer_types = ["chunked_attention", "full_attention"]
+    with pytest.raises(ValueError, match=r"layer_types of the configuration .* got 'chunked_attention'"):
+        plugin.StickBreakingImpl(HEADS, DIM, 0.5, KV_HEADS)
+    config.layer_types = ["full_attention", "full_attention"]
+    plugin.StickBreakingImpl(HEADS, DIM, 0.5, KV_HEADS)
 
 
 def test_speculative_decoding_is_an_error(plugin):
