@@ -8,6 +8,8 @@ from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_conf
 from torchtitan.models.llama3.model import Llama3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 
+from megatron_sb.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
+
 from .model import NoPositions, StickBreakingInnerAttention, StickBreakingModel
 from .parallelize import parallelize
 
@@ -35,7 +37,16 @@ def model_config(
         n_kv_heads: KV heads of a layer.
         hidden_dim: channels inside a feed-forward block.
         reach: how far the first and the last head reach at the start, see `sb.stickbreaking_attention`.
+
+    Raises:
+        ValueError: If the attention has no kernels for heads of dim / n_heads channels.
     """
+    head_dim, rest = divmod(dim, n_heads)
+    if rest or head_dim % HEAD_DIM_MULTIPLE or head_dim > MAX_HEAD_DIM:
+        raise ValueError(
+            f"dim must be n_heads = {n_heads} times a multiple of {HEAD_DIM_MULTIPLE} that is at most {MAX_HEAD_DIM}, "
+            f"got {dim}."
+        )
     norm = partial(RMSNorm.Config, normalized_shape=dim, param_init=_NORM)
     layers = [
         Llama3TransformerBlock.Config(

@@ -123,7 +123,8 @@ class StickBreakingModel(Llama3Model):
             """Take what the trainer's configuration says about the parallelism.
 
             Raises:
-                ValueError: If the backend or the load balancer is one that the attention cannot work with.
+                ValueError: If the attention cannot work with an option of the parallelism, of torch.compile or of type
+                    checking.
             """
             parallelism = config.parallelism
             if parallelism.spmd_backend != "spmd_types":
@@ -132,6 +133,16 @@ class StickBreakingModel(Llama3Model):
                 raise ValueError(
                     "parallelism.context_parallel_load_balancer must be headtail or None, got "
                     f"{parallelism.context_parallel_load_balancer}."
+                )
+            if config.debug.spmd_typechecking:
+                raise ValueError(
+                    "debug.spmd_typechecking must be false, got true. The operators have no rules for type checking."
+                )
+            ranks = parallelism.context_parallel_degree
+            if ranks > 1 and config.compile.enable and "model" in config.compile.components:
+                raise ValueError(
+                    f"compile.enable must be false with parallelism.context_parallel_degree = {ranks}, got true. "
+                    "torchtitan compiles a layer as one graph, and this attention breaks the graph."
                 )
             self.layout = LAYOUTS[parallelism.context_parallel_load_balancer]
             Llama3Model.Config.update_from_config(self, config=config, **kwargs)

@@ -63,4 +63,16 @@ def test_unsuitable_options_are_refused(findings):
         "--parallelism.context_parallel_load_balancer=ptrr": (
             "parallelism.context_parallel_load_balancer must be headtail or None, got ptrr."
         ),
+        "--debug.spmd_typechecking": (
+            "debug.spmd_typechecking must be false, got true. The operators have no rules for type checking."
+        ),
+        "--compile.enable --parallelism.context_parallel_degree=2": (
+            "compile.enable must be false with parallelism.context_parallel_degree = 2, got true. torchtitan compiles "
+            "a layer as one graph, and this attention breaks the graph."
+        ),
     }
+
+
+def test_unsuitable_sizes_of_heads_are_refused(findings):
+    words = "dim must be n_heads = 4 times a multiple of 8 that is at most 256, got"
+    assert findings["refused sizes"] == [f"{words} 60.", f"{words} 66.", f"{words} 2048."]

@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples/torchtitan"))
 import train_on_cpu  # noqa: F401  # before torchtitan's trainer
-from stickbreaking_llama import model_registry
+from stickbreaking_llama import FLAVORS, model_config, model_registry
 from support.launch import end_worker, rank_environments
 from torchtitan.config import ConfigManager
 from torchtitan.trainer import Trainer
@@ -34,7 +34,12 @@ RUNS = {
     "two batches": (2, []),
     "two batches, context": (4, [CONTEXT]),
 }
-REFUSED = ("--parallelism.spmd_backend=full_dtensor", "--parallelism.context_parallel_load_balancer=ptrr")
+REFUSED = (
+    "--parallelism.spmd_backend=full_dtensor",
+    "--parallelism.context_parallel_load_balancer=ptrr",
+    "--debug.spmd_typechecking",
+    f"--compile.enable {CONTEXT}",
+)
 SECONDS = 200  # for one run
 
 
@@ -44,11 +49,20 @@ def config_of(*options: str) -> Trainer.Config:
     return ConfigManager().parse_args(arguments)
 
 
-def message_of(option: str) -> str | None:
-    """Return the message of the error if the model refuses an option."""
-    config = config_of(option)
+def message_of(options: str) -> str | None:
+    """Return the message of the error if the model refuses options, which a space separates."""
+    config = config_of(*options.split())
     try:
         config.model_spec.model.update_from_config(config=config)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def message_of_size(dim: int) -> str | None:
+    """Return the message of the error if there is no model with so many channels between its layers."""
+    try:
+        model_config(**FLAVORS["debugmodel"] | {"dim": dim})
     except ValueError as error:
         return str(error)
     return None
@@ -133,5 +147,6 @@ if __name__ == "__main__":
     on_ranks(1, save_seed, folder, [])
     findings = {name: on_ranks(ranks, train, folder, options) for name, (ranks, options) in RUNS.items()}
     findings["packing"] = error_of_packing()
-    findings["refused"] = {option: message_of(option) for option in REFUSED}
+    findings["refused"] = {options: message_of(options) for options in REFUSED}
+    findings["refused sizes"] = [message_of_size(dim) for dim in (60, 66, 2048)]
     out.write_text(json.dumps(findings))
