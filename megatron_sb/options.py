@@ -60,6 +60,14 @@ def check_option_types(scale: object, attend_current: object, mass_threshold: ob
             check_number("reach", number)
 
 
+def check_reach(reach: tuple[float, float]) -> None:
+    """Raise ValueError unless the reach of the first and of the last head can be used. Their types are numbers."""
+    if len(reach) != 2 or not all(MIN_REACH <= a <= MAX_REACH for a in reach):
+        raise ValueError(
+            f"reach must be two numbers from {MIN_REACH} to {MAX_REACH}, of the first and the last head, got {reach}."
+        )
+
+
 def reach_step(reach: tuple[float, float], num_heads: int) -> float:
     """Return by how much the reach of a head differs from that of the head before it.
 
@@ -76,6 +84,9 @@ def reach_of_heads(
 ) -> tuple[float, float] | None:
     """Return the reach of the heads first to end - 1 of num_heads heads, for a call with these heads alone.
 
+    Raises:
+        ValueError: If reach is not two numbers from 1/64 to 64.
+
     Example:
         >>> from megatron_sb.options import reach_of_heads
         >>> reach_of_heads((1.0, 8.0), 8, 4, 8)  # of the second of two tensor-parallel ranks
@@ -83,7 +94,9 @@ def reach_of_heads(
     """
     if reach is None:
         return None
+    check_reach(reach)
     step = reach_step(reach, num_heads)
+    # A rounding error must not leave the range.
     return tuple(min(max(reach[0] + head * step, MIN_REACH), MAX_REACH) for head in (first, end - 1))
 
 
@@ -134,13 +147,8 @@ class AttentionOptions:
         if not 0 <= self.mass_threshold < 1:
             raise ValueError(f"mass_threshold must be in [0, 1), got {self.mass_threshold}. Use 0 to disable skipping.")
         check_choice("logits", self.logits, LOGITS)
-        if self.reach is not None and not (
-            len(self.reach) == 2 and all(MIN_REACH <= a <= MAX_REACH for a in self.reach)
-        ):
-            raise ValueError(
-                f"reach must be two numbers from {MIN_REACH} to {MAX_REACH}, of the first and the last head, got "
-                f"{self.reach}."
-            )
+        if self.reach is not None:
+            check_reach(self.reach)
 
     def attention_options(self) -> dict[str, object]:
         """Return the fields of `AttentionOptions` as keywords for the attention functions."""

@@ -14,6 +14,7 @@ from megatron_sb import (
     stickbreaking_attention_with_kvcache,
 )
 from megatron_sb.compat import parallel_stickbreaking_attn, sb_attn, sb_attn_varlen
+from megatron_sb.options import reach_of_heads
 
 
 def cu(values, dtype=torch.int32):
@@ -360,3 +361,11 @@ def test_numbers_of_numpy_and_torch_are_accepted():
     assert packed(max_seqlen=torch.tensor(5), max_seqlen_k=np.int64(5)).shape == (8, 4, 16)
     assert packed(max_seqlen=2**70, max_seqlen_k=2**40).shape == (8, 4, 16)
     assert dense(scale=np.float32(0.5), mass_threshold=0).shape == dense(scale=1).shape == (2, 6, 4, 16)
+
+
+@pytest.mark.parametrize("reach", [(0.0, 8.0), (0.5, 65.0), (NAN, 8.0), (0.5, 4.0, 8.0)], ids=str)
+def test_reach_of_heads_checks_the_reach(reach):
+    """It limited the reach to what the kernels accept, so another one than the caller's was used."""
+    with pytest.raises(ValueError, match=r"reach must be two numbers from 0\.015625 to 64") as caught:
+        reach_of_heads(reach, 8, 0, 4)
+    assert str(reach) in str(caught.value)
