@@ -101,9 +101,9 @@ def test_torchrun_on_two_machines(recorded, tmp_path):
 
 def test_slurm(recorded, tmp_path):
     environment = {"SLURM_JOB_NODELIST": "here", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
-    environment["MASTER_PORT"] = str(unused_port())
+    environment |= {"MASTER_PORT": str(unused_port()), "SLURM_CPUS_PER_TASK": "3"}
     calls = recorded(["bash", ROOT / "examples" / "train_slurm.sbatch"], "--out", tmp_path / "out", **environment)
-    assert len(calls) == 2
+    assert [own["SRUN_CPUS_PER_TASK"] for _, own in calls] == ["3", "3"], "or srun gives each rank one core"
     assert train([], calls, tmp_path / "out") == [*range(1, 32), *range(1, 12)]
 
 
