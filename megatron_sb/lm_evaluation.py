@@ -241,6 +241,10 @@ def _load_tasks(manager: Any, names: list[str], max_length: int, num_fewshot: in
             loaded = manager.load([name])
         except (ImportError, OSError, ValueError) as error:  # optional packages, downloads, unsuitable lengths
             raise InputError(f"--tasks: {name} cannot be loaded: {' '.join(str(error).split())}") from error
+        except (IndexError, StopIteration) as error:  # of the first example; the first one is of datasets
+            if isinstance(error, IndexError) and "size 0" not in str(error):
+                raise
+            raise InputError(f"--tasks: {name} must have at least one example in its data set, got none.") from error
         except LookupError as error:
             if type(error) is not LookupError:  # nltk raises LookupError itself for data that are missing
                 raise

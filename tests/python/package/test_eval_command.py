@@ -359,6 +359,17 @@ def test_tasks_that_lm_eval_would_refuse(attribute):
         lm_evaluation._load_tasks(manager, ["answers"], 64, 4)
 
 
+@pytest.mark.parametrize("error", [StopIteration(), IndexError("Invalid key: 0 is out of bounds for size 0")], ids=repr)
+def test_a_task_without_examples(error):
+    """The errors are those of an empty file, and of a task whose process_docs keeps nothing. They were tracebacks."""
+
+    def load(names):
+        raise error
+
+    with pytest.raises(InputError, match="--tasks: answers must have at least one example in its data set, got none"):
+        lm_evaluation._load_tasks(SimpleNamespace(load=load), ["answers"], 64)
+
+
 def choose(folder, given=None, **fields):
     config = StickBreakingConfig(**fields)
     return lm_evaluation._choose_tokenizer(given, folder, config, folder / "new")
