@@ -26,7 +26,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpecKind
 
 import megatron_sb as sb
 from megatron_sb.huggingface import attention
@@ -43,7 +43,8 @@ def register() -> None:
 def _no_rotation(config, device=None, seq_len=None, layer_type=None):
     """Return rotary frequencies of 0. Raise ValueError if vLLM would compute another attention."""
     if config._attn_implementation == "vllm":
-        backend = get_current_vllm_config().attention_config.backend
+        chosen = get_current_vllm_config().attention_config
+        backend = chosen.backend_per_kind.get(KVCacheSpecKind.FULL_ATTENTION.value, chosen.backend)
         if backend is not AttentionBackendEnum.CUSTOM:
             raise ValueError(
                 "A model without positions needs the attention backend CUSTOM, got "

@@ -230,18 +230,24 @@ def test_vllm_finds_the_backend(plugin):
     assert backend.get_kv_cache_block_dim(BLOCK, KV_HEADS, DIM) == 0 and backend.indexes_kv_by_block_stride()
 
 
-@pytest.mark.parametrize("backend", ["CUSTOM", None])
-def test_a_model_without_positions_needs_this_backend(plugin, backend):
+@pytest.mark.parametrize(
+    ("backend", "of_full_attention", "works"),
+    [("CUSTOM", None, True), (None, None, False), ("CUSTOM", "FLASH_ATTN", False), (None, "CUSTOM", True)],
+)
+def test_a_model_without_positions_needs_this_backend(plugin, backend, of_full_attention, works):
+    """vLLM's option backend_per_kind can choose another one for its layers."""
     from transformers import LlamaConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from megatron_sb.huggingface import without_positions
 
     chosen = AttentionBackendEnum[backend] if backend else None
-    plugin.get_current_vllm_config().attention_config = types.SimpleNamespace(backend=chosen)
+    per_kind = {"full_attention": AttentionBackendEnum[of_full_attention]} if of_full_attention else {}
+    options = types.SimpleNamespace(backend=chosen, backend_per_kind=per_kind)
+    plugin.get_current_vllm_config().attention_config = options
     config = without_positions(LlamaConfig(hidden_size=128, num_attention_heads=4))
     config._attn_implementation = "vllm"
-    if backend:
+    if works:
         frequencies, factor = plugin._no_rotation(config)
         assert frequencies.count_nonzero() == 0 and factor == 1.0 and config._attn_implementation == "vllm"
     else:
