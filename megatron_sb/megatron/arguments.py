@@ -53,7 +53,9 @@ class StickBreakingOptions(LayerOptions):
         check_choice("packing", self.packing, PACKINGS)
         if self.cp_comm is not None:
             check_choice("cp_comm", self.cp_comm, COMMS)
-        if self.layers is not None and not {*self.layers} <= {0, 1}:
+        if self.layers is not None and not isinstance(self.layers, (tuple, list)):
+            raise TypeError(f"layers (--sb-layers) must be a tuple of 0 and 1, or None, got {self.layers!r}.")
+        if self.layers is not None and any(entry not in (0, 1) for entry in self.layers):
             raise ValueError(
                 f"layers (--sb-layers) must contain only 0 (softmax) and 1 (stick-breaking), got {self.layers}."
             )

@@ -32,7 +32,8 @@ from megatron_sb.ops.context_parallel import (
     unshard_sequence,
 )
 from megatron_sb.ops.kvcache import attend_to_filled, is_decoding_step, stored_keys
-from megatron_sb.options import check_head_dim, reach_of_heads
+from megatron_sb.options import COMMS, check_head_dim, reach_of_heads
+from megatron_sb.validation import check_choice, check_finite, check_number
 
 CAUSAL_MASK_TYPES = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -68,8 +69,9 @@ class StickBreakingCoreAttention(MegatronModule):
             k_channels. `with_stickbreaking` sets it. Default False.
 
     Raises:
-        ValueError: if a setting cannot be combined with stick-breaking attention. The message names the setting.
-        TypeError: if there is an unknown argument.
+        ValueError: if a setting cannot be combined with stick-breaking attention, or an argument has an invalid value.
+            The message names it.
+        TypeError: if there is an unknown argument, or an argument has a wrong type.
 
     Example:
         >>> from types import SimpleNamespace
@@ -116,6 +118,7 @@ class StickBreakingCoreAttention(MegatronModule):
             raise ValueError(f"attention_type must be 'self', got {attention_type!r}.")
         if attn_mask_type not in CAUSAL_MASK_TYPES:
             raise ValueError(_mask_message(attn_mask_type))
+        _check_arguments(config, cp_comm_type, softmax_scale, options)
 
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type
@@ -399,6 +402,23 @@ class StickBreakingCoreAttention(MegatronModule):
             cu_seqlens=cu_seqlens,
             layout=layout,
             packing=self.options.packing,
+        )
+
+
+def _check_arguments(config, cp_comm_type, softmax_scale, options) -> None:
+    """Raise for values that only some calls read: with several context-parallel ranks, or with a head norm."""
+    if options is not None and not isinstance(options, StickBreakingOptions):
+        raise TypeError(f"options must be a StickBreakingOptions, got {type(options).__name__}.")
+    if cp_comm_type is not None:
+        check_choice("cp_comm_type (--cp-comm-type)", cp_comm_type, COMMS)
+    if softmax_scale is not None:
+        check_finite("softmax_scale", softmax_scale)
+    if options is not None and options.head_norm:
+        check_number(
+            "config.layernorm_epsilon (--norm-epsilon)",
+            config.layernorm_epsilon,
+            "a finite number of at least 1e-30 with head_norm=True (--sb-head-norm)",
+            lambda x: 1e-30 <= x < math.inf,
         )
 
 

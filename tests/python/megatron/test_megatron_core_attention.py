@@ -267,6 +267,40 @@ def test_latent_attention():
         make_core(config, k_channels=8, v_channels=8)
 
 
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"cp_comm_type": "ring"}, ValueError, "cp_comm_type --cp-comm-type 'p2p' 'a2a' 'ring'"),
+        ({"cp_comm_type": ["p2p"]}, ValueError, "cp_comm_type 'p2p' ['p2p']"),
+        ({"softmax_scale": float("nan")}, ValueError, "softmax_scale finite nan"),
+        ({"softmax_scale": "1"}, TypeError, "softmax_scale number str"),
+        ({"options": {"head_norm": True}}, TypeError, "options StickBreakingOptions dict"),
+    ],
+)
+def test_values_that_only_some_calls_read_are_checked_before_a_call(changes, error, words):
+    """One rank does not communicate, and a layer without a call reads no scale."""
+    with pytest.raises(error, match=mentions(words)):
+        make_core(**changes)
+    make_core(cp_comm_type="auto", softmax_scale=0.5)
+
+
+def test_the_epsilon_of_a_head_norm_is_checked_before_a_call():
+    make_core(small_config(layernorm_epsilon=0.0))  # without a norm, the module does not read it
+    with pytest.raises(ValueError, match=mentions("config.layernorm_epsilon --norm-epsilon 1e-30 0.0")):
+        make_core(small_config(layernorm_epsilon=0.0), options=StickBreakingOptions(head_norm=True))
+
+
+@pytest.mark.parametrize(("layers", "got"), [(5, "5"), ("11", "'11'"), ({1: 0}, "{1: 0}")])
+def test_layers_of_a_wrong_type(layers, got):
+    with pytest.raises(TypeError, match=mentions(f"layers --sb-layers {got}")):
+        StickBreakingOptions(layers=layers)
+
+
+def test_layers_with_a_wrong_entry():
+    with pytest.raises(ValueError, match=mentions("layers --sb-layers 0 1 [[1], 0]")):
+        StickBreakingOptions(layers=[[1], 0])
+
+
 @pytest.mark.parametrize("kind", ["rope", "learned_absolute"])
 def test_unsupported_position_embedding_of_a_config(kind):
     config = small_config()
