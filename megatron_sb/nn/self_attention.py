@@ -195,8 +195,9 @@ class StickBreakingSelfAttention(nn.Module):
 
         Raises:
             TypeError: If an argument has a wrong type, or the cache another dtype than the projected keys.
-            ValueError: If an argument has a wrong shape or value. Nothing is computed in either case, except the
-                projections if the dtype is wrong.
+            ValueError: If an argument has a wrong shape or value, or in `shared_sequence`, if the module has a cp_group
+                or gets another plan. Nothing is computed in either case, except the projections if the cache's dtype
+                or cu_seqlens is wrong.
 
         Example:
             >>> import torch
@@ -250,6 +251,11 @@ class StickBreakingSelfAttention(nn.Module):
         check_tensor("x", x)
         if plan is not None and not isinstance(plan, ContextParallelPlan):
             raise TypeError(f"plan must be a ContextParallelPlan, got {type(plan).__name__}.")
+        for name, value in (("plan", plan), ("cp_group", None if plan is not None else self.cp_group)):
+            if value is not None and shared_plan() not in (None, plan):
+                raise ValueError(
+                    f"{name} must be None in shared_sequence, whose plan has the group and the documents, got {value}."
+                )
         packed = cu_seqlens is not None if plan is None else plan.packed
         if x.dim() != (2 if packed else 3) or x.shape[-1] != self.hidden_size:
             dims = "t" if packed else "b, s"

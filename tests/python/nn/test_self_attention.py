@@ -235,6 +235,19 @@ def test_a_copy_has_its_own_parameters_and_shares_the_group(group):
     assert torch.equal(copied[0](x), expected_out)
 
 
+def test_a_layer_with_other_documents_than_a_shared_sequence_is_refused(group):
+    """Its own plan would let the documents of the shared sequence attend to each other."""
+    x, plan = torch.randn(1, 6, 48), sb.ContextParallelPlan(group, cu_seqlens=torch.tensor([0, 2, 6]).int())
+    module, alone = make_module(cp_group=group), make_module()
+    module.load_state_dict(alone.state_dict())
+    with sb.shared_sequence(plan, x) as (local,):
+        with pytest.raises(ValueError, match=mentions("cp_group None shared_sequence")):
+            module(local)
+        with pytest.raises(ValueError, match=mentions("plan None shared_sequence seq_len=6")):
+            alone(local, plan=sb.ContextParallelPlan(group, seq_len=6))
+        assert torch.equal(module(local[0], plan=plan), alone(local)[0])
+
+
 @pytest.mark.gpu
 def test_on_a_gpu():
     """The output in bfloat16 agrees with the definition in float64."""
