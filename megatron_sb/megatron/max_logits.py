@@ -22,7 +22,7 @@ def largest_logits(
     positions: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the largest logit of each head, or 0 if all its logits are negative.
+    """Return the largest logit of each head, or 0 if it has no logits, or only negative ones.
 
     Megatron divides by the results, so that negative values would change the signs of weights. It never clips a head
     whose value is 0.
@@ -47,6 +47,8 @@ def largest_logits(
     """
     batch, rows, heads = query.shape[:3]
     num_keys, groups = key.shape[1:3]
+    if 0 in (batch, rows, num_keys):
+        return torch.zeros(heads, device=query.device)
     if positions is None:
         positions = torch.arange(num_keys - rows, num_keys)
     first, end = _keys_of(positions, attend_current, cu_seqlens)

@@ -171,7 +171,8 @@ def count(core: StickBreakingCoreAttention, query: Tensor, key: Tensor, value: T
         _, mass = core.attend(query, key, value, packed_seq_params, return_mass=True)
         return torch.stack((mass.sum(dtype=torch.float64), zero + mass.numel(), zero, zero))
     mass, edge, bounds = _mass_and_edges(core, query, key, value, packed_seq_params)
-    skipped, tiles = skipped_tiles(edge, bounds, core.options.attend_current)
+    older_keys = _older_keys(query, key, packed_seq_params)
+    skipped, tiles = skipped_tiles(edge, bounds, core.options.attend_current, older_keys)
     return torch.stack((mass.sum(dtype=torch.float64), zero + mass.numel(), skipped, tiles))
 
 
@@ -184,8 +185,14 @@ def skipped_share(
     The arguments are those of its forward. Context parallelism is not supported. See the example of this module.
     """
     _, edge, bounds = _mass_and_edges(core, query, key, value, packed_seq_params)
-    skipped, tiles = _skipped_by_head(edge, bounds, core.options.attend_current)
+    older_keys = _older_keys(query, key, packed_seq_params)
+    skipped, tiles = _skipped_by_head(edge, bounds, core.options.attend_current, older_keys)
     return skipped.mean(0) / tiles
+
+
+def _older_keys(query: Tensor, key: Tensor, packed_seq_params) -> int:
+    """Return the number of keys before that of the first query, as when decoding with a static cache."""
+    return 0 if is_packed(packed_seq_params) else key.shape[0] - query.shape[0]
 
 
 def _mass_and_edges(
@@ -212,12 +219,14 @@ def _mass_and_edges(
     return mass, edge, bounds.long()
 
 
-def skipped_tiles(edge: Tensor, bounds: Tensor, attend_current: bool) -> tuple[Tensor, Tensor]:
+def skipped_tiles(edge: Tensor, bounds: Tensor, attend_current: bool, older_keys: int = 0) -> tuple[Tensor, Tensor]:
     """Count the tiles that the backward skips, and all tiles.
 
     Args:
         edge: (b, h, rows), edges of the restart records.
         bounds: (documents + 1,), offsets of the documents. Rows after the last document are ignored.
+        attend_current: see `megatron_sb.stickbreaking_attention`.
+        older_keys: keys before that of the first row, such as those of a cache. Default 0.
 
     Returns:
         Two float64 scalars.
@@ -229,11 +238,11 @@ def skipped_tiles(edge: Tensor, bounds: Tensor, attend_current: bool) -> tuple[T
         >>> skipped_tiles(edge, torch.tensor([0, 256]), attend_current=False)
         (tensor(0., dtype=torch.float64), tensor(10., dtype=torch.float64))
     """
-    skipped, tiles = _skipped_by_head(edge, bounds, attend_current)
-    return skipped.sum(), tiles * edge[..., 0].numel()
+    skipped, tiles = _skipped_by_head(edge, bounds, attend_current, older_keys)
+    return skipped.sum(), tiles * edge.shape[:-1].numel()
 
 
-def _skipped_by_head(edge: Tensor, bounds: Tensor, attend_current: bool) -> tuple[Tensor, Tensor]:
+def _skipped_by_head(edge: Tensor, bounds: Tensor, attend_current: bool, older_keys: int = 0) -> tuple[Tensor, Tensor]:
     """Return the skipped tiles of each head, (b, h) float64, and the number of tiles of a head."""
     rows = edge.shape[-1]
     row = torch.arange(rows, device=edge.device)
@@ -245,10 +254,10 @@ def _skipped_by_head(edge: Tensor, bounds: Tensor, attend_current: bool) -> tupl
     tile = torch.where(
         inside, first_tile[document] + position // TILE, rows
     )  # rows outside all documents go to an extra tile
-    by_tile = edge.new_full((*edge.shape[:-1], rows + 1), rows)
+    by_tile = edge.new_full((*edge.shape[:-1], rows + 1), older_keys + rows)
     by_tile.scatter_reduce_(-1, tile.expand_as(edge), edge, "amin")
     visible = position.new_zeros(rows + 1)
-    visible.scatter_reduce_(0, tile, position + int(attend_current), "amax")
+    visible.scatter_reduce_(0, tile, position + older_keys + int(attend_current), "amax")
     tiles = -(-visible[:rows] // TILE)
     older = (-(-by_tile[..., :rows] // TILE) - 1).clamp(min=0)  # tiles older than the one in which the backward starts
     skipped = torch.minimum(older, tiles)

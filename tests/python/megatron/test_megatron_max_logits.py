@@ -103,3 +103,10 @@ def test_nothing_is_computed_without_the_settings():
 def test_unsupported_settings(settings, options, words):
     with pytest.raises(ValueError, match=mentions(words)):
         make_core(settings=settings, **options)
+
+
+@pytest.mark.parametrize(("rows", "batch"), [(0, 2), (5, 0)])
+def test_calls_without_rows(rows, batch):
+    core = make_core()
+    core(*make_qkv(rows, batch), None)
+    assert core.current_max_attn_logits.tolist() == [0.0] * HEADS

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from megatron.core.transformer.enums import AttnMaskType
 from support.megatron_cpu import core_attention_arguments, packed_params, small_config
 
 from megatron_sb.megatron import StickBreakingCoreAttention
@@ -84,3 +85,21 @@ def test_rows_outside_documents_are_not_counted():
     edge = torch.arange(256, dtype=torch.int32).expand(1, 2, 256) // TILE * TILE
     skipped, tiles = skipped_tiles(edge, torch.tensor([0, 192]), attend_current=False)
     assert (skipped.item(), tiles.item()) == (2 * (0 + 0 + 1), 2 * (1 + 2 + 3))
+
+
+def test_the_keys_of_a_cache_are_counted():
+    """One query that follows 199 keys: it sees 4 tiles, and logits of 0 halve the mass at each key."""
+    core = StickBreakingCoreAttention(**core_attention_arguments(small_config()))
+    cache = torch.zeros(200, 1, 4, 8)
+    with observed(core, torch.device("cpu")) as counts, torch.no_grad():
+        core(cache[-1:], cache, cache, None, attn_mask_type=AttnMaskType.no_mask)
+    assert counts.stack()[1:, 0].tolist() == [4, 4 * 2, 4 * 4]
+    assert skipped_share(core, cache[-1:], cache, cache, None).tolist() == [0.5] * 4
+
+
+@pytest.mark.parametrize(("rows", "batch"), [(0, 2), (5, 0)])
+def test_calls_without_rows_count_nothing(rows, batch):
+    core, x = StickBreakingCoreAttention(**core_attention_arguments(small_config())), torch.zeros(rows, batch, 4, 8)
+    with observed(core, torch.device("cpu")) as counts:
+        core(x, x, x, None)
+    assert not counts.stack().any()
