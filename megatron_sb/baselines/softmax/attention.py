@@ -137,7 +137,8 @@ class SoftmaxAttention(nn.Module):
                 count writes by collectives, by CUDA graphs, by kernels of other libraries and through `.data`: after
                 such a write the device stops with an error. Pass a new tensor, or keep the offsets on the CPU.
             log_gates: log f of the forget gate of each key (forget_gates.py), (b, s, h_kv), or packed (t, h_kv), fp32
-                or fp64. Must be None with StableMask. Default None: no gates.
+                or fp64. Values below -1000, such as -inf of a closed gate, are taken as -1000. Must be None with
+                StableMask. Default None: no gates.
 
         Returns:
             A tensor of q's shape and dtype. Sums are in fp32 (fp64 for fp64). Under autocast q, k and v are cast to

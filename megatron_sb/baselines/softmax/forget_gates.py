@@ -16,6 +16,8 @@ from megatron_sb.baselines.softmax.offsets import row_positions, shared_by_layer
 
 CHANNELS = 8  # appended to q, k and v. Kernels need a multiple of 8
 PARTS = 3  # a sum in fp32 needs three channels in bf16, of 8 bits each
+# The least log f. exp(-1000) is 0, also in fp64. A larger sum, such as that of f = 0, would leave no digits of q . k.
+MIN_LOG_GATE = -1000.0
 LARGE = 128.0  # what queries multiply the first channel by, instead of 1: sums exceed the largest fp16 number, 65,504
 
 
@@ -41,14 +43,15 @@ def with_gate_channels(
 def gate_channels(log_gates: Tensor, lengths: tuple[int, ...], scale: float, dtype: torch.dtype) -> Tensor:
     """Return -c_i / scale of each key as PARTS channels in `dtype`, the first times LARGE: (b, s, h_kv, PARTS).
 
-    Values beyond LARGE times the largest number of `dtype` are clamped. For fp16 this is 8.4e6. The gradient comes from
-    the second channel: that of the first is LARGE times as large, and may be infinite in fp16.
+    A log f below MIN_LOG_GATE is taken as that. Values beyond LARGE times the largest number of `dtype` are clamped.
+    For fp16 this is 8.4e6. The gradient comes from the second channel: that of the first is LARGE times as large, and
+    may be infinite in fp16.
 
     log_gates, lengths and scale: see `with_gate_channels`.
     """
     start = document_starts(lengths, log_gates.device)
     # Positions last: on a GPU, torch scans another dimension with one thread for each of the b * h_kv rows.
-    gates = log_gates.double().transpose(1, 2)
+    gates = log_gates.double().clamp(min=MIN_LOG_GATE).transpose(1, 2)
     sums = gates.cumsum(2)
     sums = (sums - (sums - gates).index_select(2, start)).transpose(1, 2)  # sums within documents
     rest = (-sums / scale).to(torch.promote_types(dtype, torch.float32))

@@ -54,6 +54,22 @@ def test_forget_gates(dtype, tolerance, lengths):
         torch.testing.assert_close(one.double(), other, rtol=4 * tolerance, atol=4 * tolerance)
 
 
+@pytest.mark.parametrize("closed", [-math.inf, -1e30, -1e6])
+@pytest.mark.parametrize(("dtype", "tolerance"), GATED.values(), ids=GATED)
+def test_a_closed_gate_hides_the_older_keys(dtype, tolerance, closed):
+    """The newer keys keep their weights: a large sum of the gates would leave no digits of q . k."""
+    q, k, v = make_inputs(12, dtype=dtype)
+    gates = torch.zeros(12, 2, dtype=torch.promote_types(dtype, torch.float32))
+    gates[[4, 7]] = closed
+    gates.requires_grad_()
+    module = SoftmaxAttention(4, 8, position="none")
+    o = module(q, k, v, cu_seqlens_of(12), gates)
+    right = module(q, k, v, cu_seqlens_of(4, 3, 5))
+    torch.testing.assert_close(o, right, rtol=20 * tolerance, atol=20 * tolerance)
+    (gradient,) = torch.autograd.grad(o.float().square().sum(), gates)
+    assert gradient.isfinite().all() and not gradient[[4, 7]].any()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [(300,), (100, 7, 193), (100, 100, 100)], ids=str)
 def test_forget_gates_on_a_gpu(lengths):
