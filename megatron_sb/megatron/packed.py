@@ -6,8 +6,19 @@ import torch
 
 
 def is_packed(packed_seq_params) -> bool:
-    """Return whether the tensors of a call are packed, (t, h, d). packed_seq_params may be None."""
-    return packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
+    """Return whether the tensors of a call are packed, (t, h, d), and not (s, b, h, d). packed_seq_params may be None.
+
+    Raises:
+        ValueError: if they have another format.
+    """
+    if packed_seq_params is None:
+        return False
+    if packed_seq_params.qkv_format not in ("thd", "sbhd", None):
+        raise ValueError(
+            "packed_seq_params.qkv_format must be 'thd', 'sbhd' or None with stick-breaking attention, got "
+            f"{packed_seq_params.qkv_format!r}."
+        )
+    return packed_seq_params.qkv_format == "thd"
 
 
 def document_bounds(packed_seq_params) -> tuple[torch.Tensor, torch.Tensor | None]:

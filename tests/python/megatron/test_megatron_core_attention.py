@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from support.megatron_cpu import core_attention_arguments, packed_params, small_config
@@ -350,6 +351,8 @@ def test_unsupported_arguments():
         make_core()(*make_qkv(8), None)
     with pytest.raises(ValueError, match=mentions("cu_seqlens_q None 'thd'")):
         make_core()(*make_qkv(8), None, packed_seq_params=packed_params(0, 8, cu_seqlens_q=None))
+    with pytest.raises(ValueError, match=mentions("packed_seq_params.qkv_format 'thd' 'sbhd' 'bshd'")):
+        make_core()(*make_qkv(8, 1), None, packed_seq_params=PackedSeqParams(qkv_format="bshd"))
 
 
 class TestPlanCache:
