@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 from megatron_sb.baselines.autocast import without_autocast
 from megatron_sb.baselines.softmax.compiled import compiled
 from megatron_sb.baselines.softmax.offsets import row_positions, shared_by_layers
-from megatron_sb.validation import check_choice, check_counts, check_number
+from megatron_sb.validation import check_choice, check_counts, check_number, check_tensor
 
 RotaryKind = Literal["none", "linear", "ntk", "yarn"]
 
@@ -211,7 +211,21 @@ class FireBias(nn.Module):
         Returns:
             (h, r, n) in the dtype of query_position, h the number of these heads. Entries of keys after the query have
             no meaning.
+
+        Raises:
+            TypeError: if positions are no tensors of one floating-point dtype.
+            ValueError: if positions do not have one dimension.
         """
+        for name, x in (("query_position", query_position), ("key_position", key_position)):
+            check_tensor(name, x)
+            if x.dim() != 1:
+                raise ValueError(f"{name} must have one dimension, got shape {tuple(x.shape)}.")
+        if not query_position.is_floating_point():
+            raise TypeError(f"query_position must have a floating-point dtype, got {query_position.dtype}.")
+        if key_position.dtype != query_position.dtype:
+            raise TypeError(
+                f"key_position must have the dtype of query_position, {query_position.dtype}, got {key_position.dtype}."
+            )
         with without_autocast(query_position):
             return self._bias(query_position, key_position, slice(*heads or (None,)))
 

@@ -63,3 +63,32 @@ def test_fire_starts_as_in_the_paper():
 def test_invalid_arguments(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "error", "message"),
+    [
+        ([0.0], torch.arange(3.0), TypeError, "query_position must be a torch.Tensor, got list"),
+        (
+            torch.arange(3),
+            torch.arange(3),
+            TypeError,
+            "query_position must have a floating-point dtype, got torch.int64",
+        ),
+        (
+            torch.arange(3.0),
+            torch.arange(3),
+            TypeError,
+            "key_position must have the dtype of query_position, torch.float32",
+        ),
+        (
+            torch.ones(1, 3),
+            torch.arange(3.0),
+            ValueError,
+            r"query_position must have one dimension, got shape \(1, 3\)",
+        ),
+    ],
+)
+def test_invalid_positions_of_fire(query, key, error, message):
+    with pytest.raises(error, match=message):
+        FireBias(4)(query, key)
