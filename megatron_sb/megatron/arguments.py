@@ -180,6 +180,9 @@ def options_from_args(args: argparse.Namespace) -> dict:
     Returns:
         A dict with a value for each field of `StickBreakingOptions` except scale.
 
+    Raises:
+        ValueError: if args lacks the flags.
+
     Example:
         >>> import argparse
         >>> from megatron_sb.megatron import add_arguments, options_from_args
@@ -188,6 +191,12 @@ def options_from_args(args: argparse.Namespace) -> dict:
         True
     """
     names = [field.name for field in dataclasses.fields(StickBreakingOptions) if field.name != "scale"]
+    missing = next((name for name in names if not hasattr(args, f"sb_{name}")), None)
+    if missing is not None:
+        raise ValueError(
+            f"args must be the result of a parser with the flags of add_arguments, got one without sb_{missing}. Pass "
+            "add_arguments to Megatron as extra_args_provider."
+        )
     options = {name: getattr(args, f"sb_{name}") for name in names}
     options["reach"] = None if options["reach"] is None else tuple(options["reach"])
     if options["cp_layout"] is None:

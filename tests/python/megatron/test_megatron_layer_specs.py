@@ -222,6 +222,15 @@ def test_flags():
 
 
 @pytest.mark.parametrize(
+    ("found", "missing"), [({}, "sb_attend_current"), ({"sb_attend_current": True}, "sb_mass_threshold")]
+)
+def test_arguments_without_the_flags_are_refused(found, missing):
+    """Of a script that does not pass add_arguments. Layers record some options in its arguments."""
+    with pytest.raises(ValueError, match=mentions(f"args add_arguments extra_args_provider {missing}")):
+        options_from_args(argparse.Namespace(**found))
+
+
+@pytest.mark.parametrize(
     ("loader", "layout", "packing"),
     [
         ({}, "zigzag", "per_document"),
