@@ -58,8 +58,7 @@ CUtensorMap encode(const Rows<const void*>& tensor, Dtype dtype, const cuuint64_
                    const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank]) {
     cuuint64_t bytes[kRank - 1];
     for (int i = 0; i < kRank - 1; ++i) bytes[i] = strides[i] * kElementBytes;
-    constexpr cuuint32_t kSteps[] = {1, 1, 1, 1,
-                                     1};  // of the box, in elements; a tensor map has at most five dimensions
+    constexpr cuuint32_t kSteps[] = {1, 1, 1, 1, 1};  // of the box; a tensor map has at most five dimensions
     const CUtensorMapDataType type =
         dtype == Dtype::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     const CUtensorMapSwizzle swizzle =
