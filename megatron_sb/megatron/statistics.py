@@ -170,8 +170,7 @@ def count(core: StickBreakingCoreAttention, query: Tensor, key: Tensor, value: T
     if core.cp_group_of(packed_seq_params) is not None:
         _, mass = core.attend(query, key, value, packed_seq_params, return_mass=True)
         return torch.stack((mass.sum(dtype=torch.float64), zero + mass.numel(), zero, zero))
-    mass, edge, bounds = _mass_and_edges(core, query, key, value, packed_seq_params)
-    older_keys = _older_keys(query, key, packed_seq_params)
+    mass, edge, bounds, older_keys = _mass_and_edges(core, query, key, value, packed_seq_params)
     skipped, tiles = skipped_tiles(edge, bounds, core.options.attend_current, older_keys)
     return torch.stack((mass.sum(dtype=torch.float64), zero + mass.numel(), skipped, tiles))
 
@@ -184,21 +183,19 @@ def skipped_share(
 
     The arguments are those of its forward. Context parallelism is not supported. See the example of this module.
     """
-    _, edge, bounds = _mass_and_edges(core, query, key, value, packed_seq_params)
-    older_keys = _older_keys(query, key, packed_seq_params)
+    _, edge, bounds, older_keys = _mass_and_edges(core, query, key, value, packed_seq_params)
     skipped, tiles = _skipped_by_head(edge, bounds, core.options.attend_current, older_keys)
     return skipped.mean(0) / tiles
 
 
-def _older_keys(query: Tensor, key: Tensor, packed_seq_params) -> int:
-    """Return the number of keys before that of the first query, as when decoding with a static cache."""
-    return 0 if is_packed(packed_seq_params) else key.shape[0] - query.shape[0]
-
-
 def _mass_and_edges(
     core, query: Tensor, key: Tensor, value: Tensor, packed_seq_params
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mass and the edges of the restart records, (b, h, rows) each, and the offsets of the documents."""
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Return the mass and the edges of the restart records, (b, h, rows) each, and the offsets of the documents.
+
+    The fourth result is the number of keys before that of the first query, as when decoding with a static cache.
+    """
+    older_keys = 0
     key, variant = core.variant_of(key)
     if is_packed(packed_seq_params):
         bounds, _ = document_bounds(packed_seq_params)
@@ -207,6 +204,7 @@ def _mass_and_edges(
         segments = torch.ops.megatron_sb.segments(bounds, bounds, query.shape[0], key.shape[0])
     else:
         bounds, segments = torch.tensor([0, query.shape[0]], device=query.device), None
+        older_keys = key.shape[0] - query.shape[0]
         batch = [x.transpose(0, 1) for x in (query, key, value)]
         gate = None if variant["forget_gate"] is None else variant["forget_gate"].transpose(0, 1)
     euclidean = variant["logits"] == "euclidean"
@@ -216,7 +214,7 @@ def _mass_and_edges(
     if (reach := options.pop("reach")) is not None:
         options |= {"reach": reach[0], "reach_step": reach_step(reach, batch[0].shape[2])}
     _, mass, edge, _ = torch.ops.megatron_sb.block_forward(*batch, segments, **options)
-    return mass, edge, bounds.long()
+    return mass, edge, bounds.long(), older_keys
 
 
 def skipped_tiles(edge: Tensor, bounds: Tensor, attend_current: bool, older_keys: int = 0) -> tuple[Tensor, Tensor]:

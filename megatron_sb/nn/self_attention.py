@@ -251,11 +251,11 @@ class StickBreakingSelfAttention(nn.Module):
         check_tensor("x", x)
         if plan is not None and not isinstance(plan, ContextParallelPlan):
             raise TypeError(f"plan must be a ContextParallelPlan, got {type(plan).__name__}.")
-        for name, value in (("plan", plan), ("cp_group", None if plan is not None else self.cp_group)):
-            if value is not None and shared_plan() not in (None, plan):
-                raise ValueError(
-                    f"{name} must be None in shared_sequence, whose plan has the group and the documents, got {value}."
-                )
+        name, own = ("cp_group", self.cp_group) if plan is None else ("plan", plan)
+        if own is not None and shared_plan() not in (None, plan):
+            raise ValueError(
+                f"{name} must be None in shared_sequence, whose plan has the group and the documents, got {own}."
+            )
         packed = cu_seqlens is not None if plan is None else plan.packed
         if x.dim() != (2 if packed else 3) or x.shape[-1] != self.hidden_size:
             dims = "t" if packed else "b, s"

@@ -8,7 +8,7 @@ from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_conf
 from torchtitan.models.llama3.model import Llama3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 
-from megatron_sb.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
+from megatron_sb.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, head_dim_problem
 
 from .model import NoPositions, StickBreakingInnerAttention, StickBreakingModel
 from .parallelize import parallelize
@@ -42,7 +42,7 @@ def model_config(
         ValueError: If the attention has no kernels for heads of dim / n_heads channels.
     """
     head_dim, rest = divmod(dim, n_heads)
-    if rest or head_dim % HEAD_DIM_MULTIPLE or head_dim > MAX_HEAD_DIM:
+    if rest or head_dim_problem("head_dim", head_dim):
         raise ValueError(
             f"dim must be n_heads = {n_heads} times a multiple of {HEAD_DIM_MULTIPLE} that is at most {MAX_HEAD_DIM}, "
             f"got {dim}."
