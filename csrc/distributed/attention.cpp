@@ -216,6 +216,10 @@ CheckedCall check_and_agree(const ContextParallelCall& call) {
     return checked;
 }
 
+void check_group(const ContextParallelPlan& plan) {
+    plan.state().agreement->check_group(plan.group_name());
+}
+
 // Runs `transfer`, which waits for data of other ranks. If it fails because another rank makes another call, throws an
 // error that names what differs.
 template <class Transfer>
@@ -274,6 +278,7 @@ class Attend : public torch::autograd::Function<Attend> {
         sources.insert(sources.end(), grads.begin(), grads.end());
         variable_list gradients = ops::once_differentiable(sources, [&]() -> variable_list {
             const BelowAutograd below_autograd;
+            check_group(*call->plan);
             const Route route = make_route(*call->plan, call->route, saved[0].device());
             const at::Tensor d_o =
                 grads[0].defined() ? ops::unit_last_stride(grads[0]) : at::zeros(call->o_sizes, saved[0].options());
@@ -292,6 +297,7 @@ class Attend : public torch::autograd::Function<Attend> {
 
 std::tuple<at::Tensor, at::Tensor> attention(const ops::Arguments& arguments) {
     const ContextParallelCall call(arguments);
+    check_group(*call.plan);
     const CheckedCall checked = check_and_agree(call);
     const ops::BiasColumns columns = ops::bias_columns(call.options, checked.options.scale);
     const at::Tensor q = ops::extended_queries(call.q, call.options.query_bias, columns);

@@ -18,6 +18,8 @@ using c10d::ProcessGroup;
 using std::chrono::milliseconds, std::chrono::steady_clock;
 
 constexpr const char* kSubject = "context_parallel_attention";
+constexpr const char* kDestroyed =
+    "cp_group must exist while its plans are used, got a group that was destroyed. Make a new plan";
 // A waiting rank looks into the store after these pauses, which double. So short waits end soon, and long waits of many
 // ranks do not load the store.
 constexpr milliseconds kFirstPause{1}, kLongestPause{64};
@@ -172,6 +174,16 @@ std::shared_ptr<CallAgreement> CallAgreement::of_group(const std::string& group_
 CallAgreement::CallAgreement(const c10::intrusive_ptr<ProcessGroup>& group, int64_t nonce)
     : group_(group), nonce_(nonce) {}
 
+void CallAgreement::check_group(const std::string& group_name) const {
+    const auto group = group_.lock();
+    bool has_name = false;
+    try {
+        has_name = group && c10d::resolve_process_group(group_name) == group;
+    } catch (const c10::Error&) {  // no group has the name
+    }
+    if (!has_name) throw RuntimeFailure(kDestroyed);
+}
+
 CallPointer CallAgreement::agree(Call call, const std::string& error) {
     std::string key;
     for (const Field& field : call) key += field.value + "\n";
@@ -218,7 +230,7 @@ void CallAgreement::count(const AgreedCall& call) {
 
 int64_t CallAgreement::ask(Turn turn, const Call& call, const std::string& error) {
     const auto group = group_.lock();
-    if (!group) throw RuntimeFailure("cp_group must exist while its plans are used, got a group that was destroyed");
+    if (!group) throw RuntimeFailure(kDestroyed);
     const std::vector<Field> fields = compared_fields(turn.history, call);
     const Statement mine = error.empty() ? statement_of(fields) : error_statement(turn.history, error);
     const auto what = concat("context parallelism, rank ", group->getRank(), " of ", group->getSize(), ": ");

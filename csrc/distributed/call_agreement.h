@@ -58,6 +58,10 @@ class CallAgreement {
 
     CallAgreement(const c10::intrusive_ptr<c10d::ProcessGroup>& group, int64_t nonce);
 
+    // Throws RuntimeFailure unless this is the agreement of the group that has the name now. A group that was destroyed
+    // leaves its name to the next one, which may have other ranks.
+    void check_group(const std::string& group_name) const;
+
     // Returns at once if the call is known. Else waits until all ranks have made a new call, at most for the timeout of
     // the group. Throws InvalidArgument as compare() does, or RuntimeFailure, which names what is new, after the
     // timeout. With a non-empty `error`, publishes it for the ranks that ask, and throws InvalidArgument with it.

@@ -384,8 +384,8 @@ def context_parallel_attention(
             the right ranks.
         TypeError: If an argument has a wrong type, or is a tensor that holds no elements, such as a DTensor or a
             FakeTensor, on the rank that has it.
-        RuntimeError: If another rank is lost, or does not call the function before the timeout of the group. In the
-            backward, also if the ranks disagree.
+        RuntimeError: If another rank is lost, or does not call the function before the timeout of the group. Or if the
+            group of the plan was destroyed. In the backward, also if the ranks disagree.
 
     Example:
         >>> import torch

@@ -93,3 +93,18 @@ def test_no_ranks():
 def test_integers_of_numpy_are_accepted(one_rank):
     assert shard_positions(np.int64(2), np.int32(8)).tolist() == shard_positions(2, 8).tolist()
     shared(dim=np.int64(-3))
+
+
+def test_a_plan_of_a_group_that_was_destroyed(one_rank):
+    """The next group gets the name of the destroyed one, and may have other ranks."""
+    plan, x = sb.ContextParallelPlan(dist.group.WORLD, 4), X.clone().requires_grad_()
+    o = sb.context_parallel_attention(x, x, x, plan=plan)
+    dist.destroy_process_group()
+    destroyed = mentions("cp_group plans destroyed new plan")
+    with pytest.raises(RuntimeError, match=destroyed):
+        sb.context_parallel_attention(x, x, x, plan=plan)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(RuntimeError, match=destroyed):
+        sb.context_parallel_attention(x, x, x, plan=plan)
+    with pytest.raises(RuntimeError, match=destroyed):
+        o.sum().backward()
