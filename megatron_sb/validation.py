@@ -69,13 +69,14 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def check_tensor(name: str, value: object) -> None:
-    """Raise TypeError unless value is a torch.Tensor, and neither nested nor sparse."""
+    """Raise TypeError unless value is a torch.Tensor, and neither nested, sparse nor quantized."""
     from torch import Tensor, strided
 
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}.")
-    if value.is_nested or value.layout is not strided:
+    if value.is_nested or value.layout is not strided or value.is_quantized:
         got = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+        got = "a quantized tensor" if value.is_quantized else got
         raise TypeError(f"{name} must be a dense tensor, with layout torch.strided, got {got}.")
 
 

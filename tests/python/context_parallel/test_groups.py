@@ -58,6 +58,12 @@ def test_hierarchical_groups(group, error, words, one_rank):
         sb.context_parallel_attention(X, X, X, dist.group.WORLD, **groups)
 
 
+@pytest.mark.parametrize("function", [sb.shard_sequence, sb.unshard_sequence])
+def test_a_quantized_tensor(function, one_rank):
+    with pytest.raises(TypeError, match=mentions("x dense quantized")):
+        function(torch.quantize_per_tensor(X, 0.1, 0, torch.quint8), dist.group.WORLD)
+
+
 def test_no_group_at_all():
     with pytest.raises(ValueError, match=mentions("cp_group plan neither")):
         sb.context_parallel_attention(X, X, X)
