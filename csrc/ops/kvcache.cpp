@@ -264,7 +264,8 @@ void check_append_values(const KvCacheCall& in) {
     const int64_t num_new = in.q.size(1), capacity = in.capacity().expect_int();
     for (int64_t i = 0; i < lengths.numel(); ++i) {
         const int64_t length = lengths.const_data_ptr<int32_t>()[i];
-        TORCH_CHECK_VALUE(length >= 0, "cache_seqlens of sequence ", i, " must be at least 0, got ", length);
+        TORCH_CHECK_VALUE(length >= 0 && length <= capacity, "cache_seqlens of sequence ", i,
+                          " must be from 0 to the capacity of the cache, ", capacity, ", got ", length);
         TORCH_CHECK_VALUE(length + num_new <= capacity, "k: number of positions must be at most ", capacity - length,
                           " for sequence ", i, ", the free ones in the cache, got ", num_new);
     }

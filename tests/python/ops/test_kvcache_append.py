@@ -150,6 +150,7 @@ INVALID = {
 INVALID_VALUES = {
     "too short": ({"cache_seqlens": [7, 4]}, "k sequence 0 3 2"),
     "negative length": ({"cache_seqlens": [-1, 4]}, "cache_seqlens sequence 0 -1"),
+    "longer than the cache": ({"cache_seqlens": [6, 10]}, "cache_seqlens sequence 1 capacity 9 10"),
     "padding longer than the sequence": ({"cache_leftpad": [0, 8]}, "cache_leftpad sequence 1 8 7"),
     "no such block": ({"block_table": [[0], [2]]}, "block_table sequence 1 2 0"),
 }
