@@ -122,8 +122,8 @@ def check_max_seqlen(name: str, max_seqlen: object, cu_seqlens: Tensor) -> None:
     if not isinstance(max_seqlen, Tensor) and max_seqlen < 0:
         raise ValueError(f"{name} must be at least 0, got {max_seqlen}.")
     known = not torch.compiler.is_compiling() and cu_seqlens.device.type == "cpu" and not is_fake(cu_seqlens)
-    if not known or cu_seqlens.dim() != 1:
-        return
+    if not known or cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int32:
+        return  # the operator says what is wrong
     longest = int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
     if max_seqlen < longest:
         raise ValueError(

@@ -101,6 +101,11 @@ PACKED = {
     "cu_seqlens_k is a list": ({"cu_seqlens_k": [0, 8]}, TypeError, "cu_seqlens_k list"),
     "int64 cu_seqlens": ({"cu_seqlens": cu([0, 8], torch.int64)}, TypeError, "cu_seqlens Long"),
     "int64 cu_seqlens_k": ({"cu_seqlens_k": cu([0, 3, 8], torch.int64)}, TypeError, "cu_seqlens_k Long"),
+    "complex cu_seqlens": (
+        {"cu_seqlens": cu([0, 8], torch.complex64), "max_seqlen": 8},
+        TypeError,
+        "cu_seqlens ComplexFloat",
+    ),
     "cu_seqlens of 2 dimensions": ({"cu_seqlens": cu([[0, 8]])}, ValueError, "cu_seqlens 2"),
     "empty cu_seqlens": ({"cu_seqlens": cu([])}, ValueError, "cu_seqlens documents + 1"),
     "first of cu_seqlens": ({"cu_seqlens": cu([1, 8])}, ValueError, "cu_seqlens start 0 1"),
