@@ -4,6 +4,7 @@ from numbers import Integral
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 from torch._subclasses.fake_tensor import is_fake
 
 from megatron_sb.ops import attention
@@ -110,6 +111,11 @@ def _host_integer(max_seqlen: object) -> int | None:
     return min(max_seqlen, _MAX_INT32) if isinstance(max_seqlen, int) else max_seqlen  # operators take 64 bits
 
 
+def _has_values(x: Tensor) -> bool:
+    """Return whether the host can read the values of x. torch.vmap does not let it read those of a batch."""
+    return not (is_fake(x) or is_batchedtensor(x))
+
+
 def check_max_seqlen(name: str, max_seqlen: object, cu_seqlens: Tensor) -> None:
     """Raise unless max_seqlen is a length. If cu_seqlens is a CPU tensor with values, no document may be longer."""
     if max_seqlen is None:
@@ -121,7 +127,7 @@ def check_max_seqlen(name: str, max_seqlen: object, cu_seqlens: Tensor) -> None:
         raise ValueError(f"{name} must be an int, or a tensor with one element, got shape {tuple(max_seqlen.shape)}.")
     if not isinstance(max_seqlen, Tensor) and max_seqlen < 0:
         raise ValueError(f"{name} must be at least 0, got {max_seqlen}.")
-    known = not torch.compiler.is_compiling() and cu_seqlens.device.type == "cpu" and not is_fake(cu_seqlens)
+    known = not torch.compiler.is_compiling() and cu_seqlens.device.type == "cpu" and _has_values(cu_seqlens)
     if not known or cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int32:
         return  # the operator says what is wrong
     longest = int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0

@@ -137,6 +137,7 @@ FOREIGN = (
     "Watchdog caught",
     "apply_rope_fusion is not available",
     "cannot open shared object file",
+    "cannot use C++ torch::autograd::Function",
     "died due to signal 9",
     "ensurepip is not available",
     "fused_weight_gradient_mlp_cuda",

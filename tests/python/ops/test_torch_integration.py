@@ -392,3 +392,17 @@ def test_fake_tensors():
         out, rem = sb_attn_varlen(*(x.transpose(0, 1) for x in (q, q, v)), offsets, 5)
     assert (o.shape, o.dtype, mass.shape, mass.dtype) == ((8, 4, 24), torch.bfloat16, (4, 8), torch.float32)
     assert (out.shape, out.dtype, rem.shape, rem.dtype) == ((4, 8, 24), torch.bfloat16, (4, 8), torch.bfloat16)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap():
+    """torch.vmap maps dense and packed calls. It hides the values of offsets, so max_seqlen is not checked."""
+    x = make_inputs(s=9, h=2, d=8, b=3)
+    inputs = (x.q, x.k, x.v)
+    assert torch.equal(
+        torch.vmap(stickbreaking_attention)(*(t[:, None] for t in inputs))[:, 0], stickbreaking_attention(*inputs)
+    )
+    offsets = torch.tensor([[0, 3, 9], [0, 0, 9], [0, 9, 9]], dtype=torch.int32)
+    mapped = torch.vmap(lambda q, k, v, cu_seqlens: stickbreaking_attention_varlen(q, k, v, cu_seqlens, 9))
+    each = [stickbreaking_attention_varlen(*(t[i] for t in inputs), offsets[i], 9) for i in range(3)]
+    assert torch.equal(mapped(*inputs, offsets), torch.stack(each))
