@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from megatron_sb.ops.groups import Group, hierarchical_pair, process_group
 from megatron_sb.ops.received_bytes import ReceivedBytes, Sizes, received_bytes
@@ -63,6 +64,9 @@ def _offsets(cu_seqlens: object) -> tuple[list[int] | None, str]:
         return None, f"cu_seqlens must have dtype torch.int32, got {cu_seqlens.dtype}."
     if cu_seqlens.dim() != 1:
         return None, f"cu_seqlens must have shape (documents + 1,), got {cu_seqlens.dim()} dimensions."
+    if cu_seqlens.layout is not torch.strided or cu_seqlens.is_meta or is_fake(cu_seqlens):
+        got = f"{type(cu_seqlens).__name__} on {cu_seqlens.device} with layout {cu_seqlens.layout}"
+        return None, f"cu_seqlens must be a dense tensor that holds its values, got {got}."
     return cu_seqlens.tolist(), ""
 
 

@@ -86,6 +86,8 @@ def refuses_bad_offsets(group) -> None:
         (offsets(0, ROWS).long(), mentions("cu_seqlens torch.int64")),
         (offsets(0, ROWS)[None], mentions("cu_seqlens 2")),
         ([0, ROWS], mentions("cu_seqlens list")),
+        (offsets(0, ROWS).to("meta"), mentions("cu_seqlens dense values meta")),
+        (offsets(0, ROWS).to_sparse(), mentions("cu_seqlens dense torch.sparse_coo")),
     ):
         expect_on_every_rank(lambda c=cu_seqlens: sb.ContextParallelPlan(group, ROWS, c), expected)
         expect_on_every_rank(
