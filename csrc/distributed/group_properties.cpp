@@ -45,7 +45,8 @@ milliseconds timeout_of(ProcessGroup& group) {
     milliseconds shortest = kBackendDefaultTimeout;
     for (const c10::Device& device : group.getDeviceTypes()) {
         try {
-            shortest = std::min(shortest, group.getBackend(device.type())->getBackendOptions()->timeout);
+            const auto options = group.getBackend(device.type())->getBackendOptions();
+            if (options) shortest = std::min(shortest, options->timeout);  // the backend "fake" has none
         } catch (const c10::Error&) {
             continue;
         }

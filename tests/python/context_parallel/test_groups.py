@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.messages import mentions
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megatron_sb as sb
 from megatron_sb.ops.context_parallel import shard_positions
@@ -114,3 +115,14 @@ def test_a_plan_of_a_group_that_was_destroyed(one_rank):
         sb.context_parallel_attention(x, x, x, plan=plan)
     with pytest.raises(RuntimeError, match=destroyed):
         o.sum().backward()
+
+
+def test_a_group_of_the_backend_fake():
+    """This backend, for dry runs of one rank, has no timeout and no store over which ranks could agree."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        plan = sb.ContextParallelPlan(dist.group.WORLD, 8)
+        with pytest.raises(RuntimeError, match=mentions("rank 0 2 agreement failed")):
+            sb.context_parallel_attention(X, X, X, plan=plan)
+    finally:
+        dist.destroy_process_group()
