@@ -132,6 +132,25 @@ int64_t max_query_tiles(const Sizes& sizes, const Segments& segments, int tile_r
     return sizes.q_rows / tile_rows + partial;
 }
 
+int choose_tile_rows(const ForwardParams& p, int most_rows, int multiprocessors) {
+    // Measured (docs/design/kernels-hopper-forward.md). A tile takes as long as its keys and kKeysOfTile more. The
+    // tiles still run at once if there is work for kMostWork of the multiprocessors.
+    constexpr float kKeysOfTile = 384.f, kMostWork = 1.125f;
+    const Sizes& z = p.sizes;
+    float mean_time = 1.f;  // of a tile, as a share of the longest; the host cannot read a segment table
+    if (p.segments.by_value()) {
+        const Segment s = clamped(p.segments.whole, z);
+        const auto keys = [&](int row) { return float(clamp_row(s.q_pos_minus_k_pos + row, 0, s.k_len)); };
+        mean_time = ((keys(0) + keys(s.q_len)) / 2 + kKeysOfTile) / (keys(s.q_len) + kKeysOfTile);
+    }
+    const auto tiles = [&](int rows) {
+        return float((z.q_rows - 1) / rows + p.segments.size) * float(z.batch) * float(z.num_heads);
+    };
+    int rows = kSmallestQueryTile;
+    while (rows < most_rows && mean_time * tiles(rows) > kMostWork * float(multiprocessors)) rows += kSmallestQueryTile;
+    return rows;
+}
+
 void make_query_tiles(const Sizes& sizes, const Segments& segments, bool attend_current, int tile_rows, QueryTiles* out,
                       void* stream) {
     const int capacity = int(max_query_tiles(sizes, segments, tile_rows));

@@ -29,6 +29,13 @@ struct alignas(32) QueryTiles {
 // Returns the maximum number of entries for any table of this size.
 int64_t max_query_tiles(const Sizes& sizes, const Segments& segments, int tile_rows);
 
+// Returns the number of rows of a query tile for a kernel with one CTA on a multiprocessor and a warpgroup for each
+// kSmallestQueryTile of `most_rows`: all of them, or fewer if the tiles still run at once. The call then takes as long
+// as the tile with the most keys, and that is faster with fewer rows. In a long causal call tiles have half as many
+// keys on average, so two of them count as one.
+constexpr int kSmallestQueryTile = 64;
+int choose_tile_rows(const ForwardParams& params, int most_rows, int multiprocessors);
+
 inline int64_t query_tiles_bytes(const Sizes& sizes, const Segments& segments, int tile_rows) {
     return int64_t(sizeof(QueryTiles)) + max_query_tiles(sizes, segments, tile_rows) * int64_t(sizeof(QueryTile));
 }

@@ -5,7 +5,7 @@
 namespace megatron_sb::hopper {
 
 int64_t forward_workspace(const ForwardParams& params) {
-    constexpr int kSmallestQueryTile = 128;
+    constexpr int kSmallestQueryTile = 64;
     return common::query_tiles_bytes(params.sizes, params.segments, kSmallestQueryTile);
 }
 

@@ -69,7 +69,8 @@ template <class Element, int kColumns, int kHeadDimV, bool kGated>
 void launch_forward(const ForwardParams& p, cudaStream_t stream) {
     using T = ForwardTraits<Element, kColumns, kHeadDimV, kGated>;
     const Sizes& z = p.sizes;
-    common::prepare_forward(p, T::kQueryTile, stream);
+    const int tile_rows = common::choose_tile_rows(p, T::kQueryTile, common::num_multiprocessors());
+    common::prepare_forward(p, tile_rows, stream);
     if (p.segments.size == 0) return;
 
     ForwardArguments a;
@@ -82,7 +83,7 @@ void launch_forward(const ForwardParams& p, cudaStream_t stream) {
         a.q_biases = make_query_map(p.q, z, z.head_dim, T::kQueryTile, T::kBiases);
         a.k_biases = make_key_map(p.k, z, z.head_dim, T::kKeyTile, T::kBiases);
     }
-    const int64_t tiles = common::max_query_tiles(z, p.segments, T::kQueryTile);
+    const int64_t tiles = common::max_query_tiles(z, p.segments, tile_rows);
     a.heads_in_flight = heads_in_flight(z, tiles);
     const common::Scalars scalars = common::scalars_of<Element>(p.options);
     a.scale_log2 = scalars.scale_log2e;

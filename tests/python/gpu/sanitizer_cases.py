@@ -76,6 +76,9 @@ def cases():
         for d in (64, 128, 256):
             x = make_inputs("mean -6", s=rows, h=heads, h_kv=1, d=d, dtype=torch.bfloat16)
             yield f"{heads} heads of {d}, {rows} rows", stickbreaking_attention, x, (), {"return_mass": True}
+    for d in (64, 128):  # so many heads that work tiles of the forward are not divided
+        x = make_inputs("mean -6", s=130, h=140, d=d, dtype=torch.bfloat16)
+        yield f"140 heads of {d}", stickbreaking_attention, x, (), {"return_mass": True}
 
 
 def moved(x, device, dtype=None):

@@ -47,6 +47,14 @@ def test_values_of_gates(d, d_v, regime, gates):
         assert_variant("gated", regime, edges=[0, 1, 70, 70, 333, 690], h=4, h_kv=2, **sizes)
 
 
+@pytest.mark.parametrize("name", ["gated", "gated biased", "biased"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_many_heads(d, name):
+    """All results match the reference if work tiles of the Hopper forward have all their rows (choose_tile_rows)."""
+    assert_variant(name, "mean -8", h=150, h_kv=150, s=300, d=d, dtype=torch.bfloat16)
+    assert_variant(name, "randn", edges=[0, 1, 1, 150, 290], h=150, h_kv=150, s=300, d=d, dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("attend_current", [False, True])
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize(("h", "h_kv"), [(8, 1), (2, 2), (1, 1)])

@@ -24,7 +24,8 @@ from .offsets import with_wrong_entries
 
 _EDGES = (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257)
 _MAX_WEIGHTS = 1_500_000  # of a case: batch * heads * queries * keys
-CALLERS = ("plain", "stream", "threads", "subclass")
+CALLERS = ("plain", "stream", "threads", "subclass", "many heads")
+_MANY_HEADS = 300  # a GPU runs fewer work tiles at once
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Case:
     seed: int
     biases: bool = False  # whether the last columns of q and k hold biases (bias_columns.py)
     wrong_offsets: bool = False  # packed, on a GPU: whether offsets below an earlier one are inserted
-    caller: str = "plain"  # one of CALLERS: on another stream, in two threads at once, or with a subclass of Tensor
+    caller: str = "plain"  # one of CALLERS: on another stream, in two threads at once, with a subclass of Tensor, or
+    # with copies of all heads
 
 
 class Subclass(Tensor):
@@ -101,7 +103,7 @@ def draw_case(number: int) -> Case:
         seed=number,
         biases=biases,
         wrong_offsets=form == "packed" and rng.random() < 0.3,
-        caller=rng.choices(CALLERS, (7, 1, 1, 1))[0],
+        caller=rng.choices(CALLERS, (6, 1, 1, 1, 2))[0],
     )
 
 
@@ -208,6 +210,22 @@ def _run_with_subclass(case: Case, x: Inputs, *edges: list[int]) -> dict[str, Te
     return {name: value.as_subclass(Tensor) for name, value in _run_operator(case, x, *edges).items()}
 
 
+def _run_with_many_heads(case: Case, x: Inputs, *edges: list[int]) -> dict[str, Tensor]:
+    """Run the call with many copies of its heads, as few heads have other work tiles. A result that differs between
+    copies becomes NaN.
+    """
+    copies = _MANY_HEADS // (case.b * case.h) + 1 if x.q.is_cuda else 2
+    copied = Inputs(
+        *(torch.cat([t] * copies, dim=-2) for t in vars(x).values())
+    )  # heads are the last but one dimension
+    results = {}
+    for name, value in _run_operator(case, copied, *edges).items():
+        results[name], *others = (copy.clone() for copy in value.chunk(copies, dim=-2))
+        for other in others:
+            results[name][results[name] != other] = torch.nan
+    return results
+
+
 def _run_operator(case: Case, x: Inputs, edges: list[int], edges_k: list[int]) -> dict[str, Tensor]:
     options = {**_options(case), "mass_threshold": case.mass_threshold}
     if case.form == "blocks":
@@ -231,6 +249,7 @@ _CALLS = {
     "stream": _run_on_a_stream,
     "threads": _run_in_threads,
     "subclass": _run_with_subclass,
+    "many heads": _run_with_many_heads,
 }
 
 
