@@ -1,7 +1,7 @@
-// Plans a backward call on the device, with two kernels. plan_work numbers the steps and sorts the key tiles.
-// plan_starts finds where the rows of each step start. plan_work also zeroes the gradients of rows in no segment.
-// plan_starts and the main kernel start before the kernel before them has ended (programmatic dependent launch), and
-// wait for its end before they read what it writes.
+// Plans a backward call on the device. With a segment table, plan_work numbers the steps, sorts the key tiles, and
+// zeroes the gradients of rows in no segment. plan_starts finds where the rows of each step start. After plan_work, it
+// starts before the kernel before it has ended (programmatic dependent launch), as the main kernel does, and both wait
+// for that end before they read what it writes.
 #include <algorithm>
 #include <type_traits>
 
@@ -33,12 +33,9 @@ __device__ bool is_whole(const BackwardParams& p, const BackwardPlan& plan, int 
     return true;
 }
 
-// Numbers of thread blocks that zero rows of dq, and rows of dk and dv. A dense call needs none.
+// Number of thread blocks that zero rows of dq.
 SB_HOST_DEVICE int blocks_that_clear_dq(const BackwardParams& p) {
-    return p.segments.by_value() || p.add_dq ? 0 : common::blocks_to_examine(p.sizes.q_rows);
-}
-int blocks_that_clear_dk_dv(const BackwardParams& p) {
-    return p.segments.by_value() ? 0 : common::blocks_to_examine(p.sizes.k_rows);
+    return p.add_dq ? 0 : common::blocks_to_examine(p.sizes.q_rows);
 }
 
 __device__ void clear_uncovered(const BackwardParams& p, int block, int* changes, int* warp_sums) {
@@ -61,7 +58,7 @@ __device__ void clear_uncovered(const BackwardParams& p, int block, int* changes
                               changes, warp_sums, covered, clear_row);
 }
 
-// Plans a call with one segment: its key tiles are in order.
+// Does what plan_work does for a dense call, whose key tiles are in order.
 __device__ void plan_segment(const BackwardParams& p, const BackwardPlan& plan) {
     const Segment s = clamped(p.segments[0], p.sizes);
     const int tile_keys = backward_key_tile(p.sizes);
@@ -72,7 +69,7 @@ __device__ void plan_segment(const BackwardParams& p, const BackwardPlan& plan) 
         plan.counters[kNumSteps] = key_tiles > 0 ? num_steps(s) : 0;
     }
     __syncthreads();  // is_whole() reads plan.segments
-    for (int tile = threadIdx.x; tile < key_tiles; tile += kPlanThreads)
+    for (int tile = threadIdx.x; tile < key_tiles; tile += blockDim.x)
         plan.key_tiles[tile] = {0, tile, s.k_len, is_whole(p, plan, 0, tile)};
 }
 
@@ -83,7 +80,6 @@ __global__ void __launch_bounds__(kPlanThreads)
     __shared__ int64_t warp_sums[kMaxWarps];
     allow_next_kernel();
     if (blockIdx.x > 0) return clear_uncovered(p, blockIdx.x - 1, changes, warp_values);
-    if (p.segments.size == 1) return plan_segment(p, plan);
     Planner planner(p.sizes, p.segments, backward_key_tile(p.sizes), plan.key_tile_tables);
     const int64_t steps = common::number_units(
         p.sizes, p.segments, warp_sums, [](const Segment& s) { return num_steps(s); },
@@ -154,9 +150,8 @@ __device__ void scan_starts(StepStarts* first, int steps, int direction, int32_t
     }
 }
 
-// Finds where the rows of each step start. A thread block handles one segment of one head. The steps of the first
-// segment are numbered from 0, so one segment alone needs nothing of plan_work. Every block waits for the end of
-// plan_work all the same, because the main kernel waits for the end of this kernel only.
+// Finds where the rows of each step start. A thread block handles one segment of one head. In a dense call one more
+// block does what plan_work does in others, which then does not run.
 __global__ void __launch_bounds__(kMaxWarps * 32)
     plan_starts(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardPlan plan) {
     __shared__ int warp_values[kMaxWarps];
@@ -164,11 +159,11 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
     const Segment s = clamped(p.segments[i], p.sizes);
     const int steps = num_steps(s);
     allow_next_kernel();
-    if (p.segments.size > 1) wait_for_previous_kernel();
-    const int first_step = p.segments.size > 1 ? plan.segments[i].first_step : 0;
+    if (p.segments.by_value() && blockIdx.x == gridDim.x - 1) return plan_segment(p, plan);
+    if (!p.segments.by_value()) wait_for_previous_kernel();
+    const int first_step = p.segments.by_value() ? 0 : plan.segments[i].first_step;
     StepStarts* const starts = plan.starts + int64_t(head) * plan.max_steps + first_step;
     find_starts(p, i, s, int64_t(head) * p.sizes.q_rows + s.q_begin, starts);
-    wait_for_previous_kernel();
     __syncthreads();
     scan_starts(starts + steps - 1, steps, -1, &StepStarts::oldest_from_here, kNeverStarts, warp_values,
                 [](int a, int b) { return min(a, b); });
@@ -213,13 +208,16 @@ int64_t plan_backward(const BackwardParams& p, BackwardPlan* plan) {
 void launch_plan(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream) {
     const size_t zeroed = reinterpret_cast<char*>(plan.segments) - static_cast<char*>(params.workspace);
     common::check("hopper backward", "cudaMemsetAsync", cudaMemsetAsync(params.workspace, 0, zeroed, stream));
-    const int64_t blocks = 1 + int64_t(blocks_that_clear_dq(params)) + blocks_that_clear_dk_dv(params);
-    common::launch("hopper backward: plan_work", plan_work, blocks, kPlanThreads, 0, stream, params, plan);
-    const int64_t heads = int64_t(params.sizes.batch) * params.sizes.num_heads;
+    const int64_t starts = int64_t(params.sizes.batch) * params.sizes.num_heads * params.segments.size;
     const int steps = plan.max_steps / params.segments.size;  // of an average segment
-    const int warps = std::clamp(steps / kStepsAtOnce, 4, kMaxWarps);
-    common::launch<common::Start::kBeforeEnd>("hopper backward: plan_starts", plan_starts, heads * params.segments.size,
-                                              warps * 32, 0, stream, params, plan);
+    const int threads = 32 * std::clamp(steps / kStepsAtOnce, 4, kMaxWarps);
+    if (params.segments.by_value())
+        return common::launch("hopper backward: plan_starts", plan_starts, starts + 1, threads, 0, stream, params,
+                              plan);
+    const int64_t blocks = 1 + int64_t(blocks_that_clear_dq(params)) + common::blocks_to_examine(params.sizes.k_rows);
+    common::launch("hopper backward: plan_work", plan_work, blocks, kPlanThreads, 0, stream, params, plan);
+    common::launch<common::Start::kBeforeEnd>("hopper backward: plan_starts", plan_starts, starts, threads, 0, stream,
+                                              params, plan);
 }
 
 }  // namespace megatron_sb::hopper
