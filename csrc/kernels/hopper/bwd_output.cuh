@@ -31,9 +31,11 @@ class BackwardThread {
         return control_.step_info[number % kStepRing];
     }
     __device__ __forceinline__ int row(int r) const { return warp_ * 16 + lane_ / 4 + 8 * r; }
-    // Releases a slot of a ring: lane 0 of each reading warp arrives on `empty`, the writer of the slot waits.
+    // Releases a slot of a ring: lane 0 of each reading warp arrives on `empty`, the writer of the slot waits. Products
+    // have read the slot for the whole warp when wgmma_wait returns. Sums of dz are read by each lane.
     template <class Ring, class Place>
     __device__ __forceinline__ void release(Ring& ring, const Place& item) const {
+        if constexpr (T::kBiases > 0) __syncwarp();
         if (lane_ == 0) ring.empty.arrive(item);
     }
     // Signals that the data of this warp is ready, after each lane has written and fenced its part. Lane 0 arrives on
