@@ -2,12 +2,11 @@
 
 import argparse
 import errno
-import os
 import select
 import signal
 import sys
 
-from megatron_sb.processes import prepare_streams
+from megatron_sb.processes import discard, prepare_streams
 from megatron_sb.training.arguments import add_arguments, take_overrides
 from megatron_sb.validation import InputError
 
@@ -305,12 +304,6 @@ def _is_reader_gone() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def _discard_output() -> None:
-    """Direct standard output to nowhere. Python would write what is left when it exits, and fail."""
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status. argv: arguments. Default: those of the process.
 
@@ -331,12 +324,12 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _is_reader_gone():
-            _discard_output()
+            discard(sys.stdout)
             return 128 + signal.SIGPIPE
         if error.filename is None and error.errno not in DISK_FULL:
             raise
         if error.filename is None:  # all files of megatron_sb have a name: see validation.naming
-            _discard_output()
+            discard(sys.stdout)
         print(f"megatron-sb: {error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:

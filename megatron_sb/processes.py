@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, TextIO
 
 _RUN_MODULE = (
     "import runpy, sys; del sys.path[0]; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
@@ -41,6 +42,52 @@ def prepare_streams() -> None:
             setattr(sys, name, stream)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def discard(stream: TextIO) -> None:
+    """Direct a standard stream to nowhere. Python would write what is left in it when it exits, and fail."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
+
+
+class _Droppable:
+    """A standard stream that drops its text once nobody reads its pipe."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._dropping():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._dropping():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _dropping(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            discard(self._stream)
+
+
+@contextlib.contextmanager
+def outliving_readers() -> Iterator[None]:
+    """Continue without output when the reader of standard output or standard error is gone.
+
+    Ctrl-C also ends the `tee` of `megatron-sb train CONFIG.yaml 2>&1 | tee FILE`. The job must still save.
+    """
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(_Droppable, streams)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = streams
 
 
 @contextlib.contextmanager

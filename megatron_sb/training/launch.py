@@ -11,7 +11,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_sb.processes import garbage_collection_paused, module_command
+from megatron_sb.processes import garbage_collection_paused, module_command, outliving_readers
 from megatron_sb.training import config as configuration
 from megatron_sb.training.command import Command
 from megatron_sb.training.directory import config_of_run
@@ -70,10 +70,12 @@ def main(
         with garbage_collection_paused():
             from megatron_sb.training.rank import run_rank
 
-        run_rank(config, Command(config_path, tuple(overrides), out, resume, window))
+        with outliving_readers():
+            run_rank(config, Command(config_path, tuple(overrides), out, resume, window))
     arguments = [config_path, *overrides, *(["--out", out] if out else []), *(["--resume"] if resume else [])]
     arguments += ["--profile", profile] if profile else []
-    return start_ranks(config, [*module_command("megatron_sb.training"), *arguments])
+    with outliving_readers():
+        return start_ranks(config, [*module_command("megatron_sb.training"), *arguments])
 
 
 def _check_out(out: str) -> None:

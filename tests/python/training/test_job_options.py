@@ -247,6 +247,17 @@ def test_a_rank_prints_characters_that_its_output_lacks(monkeypatch):
     assert written.getvalue() == b"caf\\xe9\n"
 
 
+def test_a_job_whose_output_nobody_reads_saves_after_ctrl_c(config, tmp_path):
+    """As with `megatron-sb train CONFIG.yaml 2>&1 | tee FILE`, where Ctrl-C also ends tee."""
+    out, command = tmp_path / "out", [sys.executable, "-m", "megatron_sb.cli", "train"]
+    with started(command, config, "checkpoint.interval=1000", "--out", out) as job:
+        wait_for_step(job, out, "stick_breaking", "short", 1)
+        job.stdout.close()
+        job.send_signal(signal.SIGINT)
+        assert job.wait(TIMEOUT_SECONDS) == 128 + signal.SIGINT
+    assert (out / "stick_breaking" / "checkpoints" / "latest").exists()
+
+
 def test_the_port_of_a_job_is_reserved_while_its_ranks_start(config, tmp_path):
     """No other process can listen on MASTER_PORT before rank 0 does."""
     script = (
