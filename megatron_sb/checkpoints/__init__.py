@@ -158,6 +158,8 @@ def check_target(out: str | Path, to: str) -> None:
     """
     if to not in FORMATS:
         raise InputError(f"to must be one of {', '.join(map(repr, FORMATS))}, got {to!r}.")
+    if out == "":  # as of a shell's variable that is not set
+        raise InputError("out must be a new folder, got ''.")
     if os.path.lexists(out):  # also a link to a folder that does not exist: a folder cannot replace it
         raise InputError(f"out must be a new folder, got {str(out)!r}, which exists.")
     check_output_folder("out", Path(out))

@@ -80,6 +80,8 @@ def main(
 
 def _check_out(out: str) -> None:
     """Raise ValueError unless `out` can be the folder of a run."""
+    if not out:  # as of a shell's variable that is not set
+        raise InputError("--out must be a folder, got ''.")
     check_output_folder("--out", Path(out))
     try:
         out.encode()

@@ -469,6 +469,8 @@ def test_a_link_to_nothing_as_out(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     with pytest.raises(ValueError, match=r"out must be a new folder, got .*link', which exists"):
         checkpoints.check_target(tmp_path / "link", "fla")
+    with pytest.raises(ValueError, match=r"out must be a new folder, got ''\."):
+        checkpoints.check_target("", "fla")
 
 
 def test_the_tokenizer_stays(tmp_path, capsys):

@@ -261,6 +261,7 @@ def test_the_command_passes_its_arguments(monkeypatch, capsys, tmp_path):
     (tmp_path / "file").touch()
     for words, message in (
         (["a.yaml", "--out", str(tmp_path / "file")], f"--out .*{tmp_path / 'file'}"),
+        (["a.yaml", "--out", ""], r"--out must be a folder, got ''\."),
         ([str(tmp_path)], f"CONFIG .*{tmp_path}"),
     ):
         assert cli.main(["experiment", "nothing", *words]) == 2

@@ -231,6 +231,8 @@ def test_bad_arguments_are_rejected_before_the_start(config, tmp_path, capsys):
     (tmp_path / "file").touch()
     status, _, errors = train(config, "--out", tmp_path / "file")
     assert status == 2 and f"--out must be a folder, got '{tmp_path / 'file'}'" in errors, errors
+    status, errors = main(str(config), out=""), capsys.readouterr().err
+    assert status == 2 and "--out must be a folder, got ''." in errors
     status, errors = main(str(config), out=str(tmp_path / os.fsdecode(b"caf\xe9"))), capsys.readouterr().err
     assert status == 2 and re.search(r"--out must be a folder whose name is text in UTF-8, got '.*/caf\\udce9'", errors)
 
