@@ -56,6 +56,8 @@ def main(
         # Until `loop.StopRequest` handles it, there is nothing to save. Python would print a traceback for each rank.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
+        if is_rank:
+            _check_environment()
         config_path, out = _of_run(config_path, out, resume)
         config = configuration.load_config(config_path, overrides)
         if out is not None:
@@ -76,6 +78,17 @@ def main(
     arguments += ["--profile", profile] if profile else []
     with outliving_readers():
         return start_ranks(config, [*module_command("megatron_sb.training"), *arguments])
+
+
+def _check_environment() -> None:
+    """Raise ValueError unless a rank has the other variables that torchrun sets."""
+    missing = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise InputError(
+            "the environment must have all variables of torchrun or none, got RANK and WORLD_SIZE without "
+            f"{', '.join(missing)}. Start the ranks with torchrun, or unset RANK and WORLD_SIZE for a job on this "
+            "machine."
+        )
 
 
 def _check_out(out: str) -> None:

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from support.jobs import SMALL_JOB, metrics, run_command
 
-from megatron_sb.training import loop, plots, report
+from megatron_sb.training import loop, main, plots, report
 from megatron_sb.training.checkpoint import Progress
 from megatron_sb.training.config import load_config
 from megatron_sb.training.engine.engine import Engine
+from megatron_sb.training.supervisor import EXIT_REFUSED
 
 
 def test_the_engine_is_imported_without_flash_linear_attention(tmp_path):
@@ -53,8 +54,21 @@ def test_a_rank_that_is_interrupted_while_it_starts_ends_without_a_traceback(tmp
         f"main({str(path)!r}, out={str(tmp_path / 'out')!r})\n"
     )
     rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     assert run_command([sys.executable, "-c", script], **rank) == (-signal.SIGINT, "", "")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_rank_needs_all_variables_of_torchrun(monkeypatch, tmp_path, capsys):
+    """Some clusters set only RANK and WORLD_SIZE in every process."""
+    (tmp_path / "small.yaml").write_text(SMALL_JOB)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("LOCAL_RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    assert main(str(tmp_path / "small.yaml"), out=str(tmp_path / "out")) == EXIT_REFUSED
+    assert "got RANK and WORLD_SIZE without LOCAL_RANK, MASTER_ADDR. Start the" in capsys.readouterr().err
 
 
 ONE_RANK = ["parallel.ranks=1", "report.tensorboard=false", "report.attention_interval=4", "evaluation.windows=2"]
