@@ -6,6 +6,7 @@ a rank. Otherwise it starts `parallel.ranks` processes on this machine, which ca
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from megatron_sb.processes import garbage_collection_paused, module_command, outliving_readers
 from megatron_sb.training import config as configuration
 from megatron_sb.training.command import Command
+from megatron_sb.training.config import TrainingConfig
 from megatron_sb.training.directory import config_of_run
 from megatron_sb.training.profiler import ProfilerWindow
 from megatron_sb.training.supervisor import EXIT_REFUSED, say, start_ranks
@@ -60,6 +62,7 @@ def main(
             _check_environment()
         config_path, out = _of_run(config_path, out, resume)
         config = configuration.load_config(config_path, overrides)
+        _check_modules(config)
         if out is not None:
             _check_out(out)
         window = ProfilerWindow.parse(profile, max(stage.steps for stage in config.stages)) if profile else (0, 0)
@@ -89,6 +92,15 @@ def _check_environment() -> None:
             f"{', '.join(missing)}. Start the ranks with torchrun, or unset RANK and WORLD_SIZE for a job on this "
             "machine."
         )
+
+
+def _check_modules(config: TrainingConfig) -> None:
+    """Raise ValueError if a module of the extra `train` is not installed. Ranks would import it after some steps."""
+    for name in ("tqdm", "megatron", "matplotlib", *(["tensorboard"] if config.report.tensorboard else [])):
+        if importlib.util.find_spec(name) is None:
+            raise InputError(
+                f"the job needs the module {name}, which is not installed: pip install 'megatron-sb[train]'"
+            )
 
 
 def _check_out(out: str) -> None:

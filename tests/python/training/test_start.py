@@ -1,5 +1,6 @@
 """What a run does at its start and between its stages."""
 
+import importlib.util
 import itertools
 import json
 import signal
@@ -69,6 +70,21 @@ def test_a_rank_needs_all_variables_of_torchrun(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     assert main(str(tmp_path / "small.yaml"), out=str(tmp_path / "out")) == EXIT_REFUSED
     assert "got RANK and WORLD_SIZE without LOCAL_RANK, MASTER_ADDR. Start the" in capsys.readouterr().err
+
+
+def test_a_missing_module_is_named_before_the_ranks_start(monkeypatch, tmp_path, capsys):
+    """matplotlib was imported when the first stage had ended."""
+    (tmp_path / "small.yaml").write_text(SMALL_JOB)
+    find_spec = importlib.util.find_spec
+    for missing in ("matplotlib", "megatron", "tensorboard"):
+
+        def without(name, gone=missing):
+            return None if name == gone else find_spec(name)
+
+        monkeypatch.setattr(importlib.util, "find_spec", without)
+        assert main(str(tmp_path / "small.yaml"), out=str(tmp_path / "out")) == EXIT_REFUSED
+        assert f"the job needs the module {missing}, which is not installed" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 ONE_RANK = ["parallel.ranks=1", "report.tensorboard=false", "report.attention_interval=4", "evaluation.windows=2"]
