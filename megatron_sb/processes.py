@@ -1,6 +1,7 @@
 """Commands of new processes, and their start and streams. No torch here, so that a launcher starts others at once."""
 
 import contextlib
+import errno
 import gc
 import io
 import os
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+NO_READER = (errno.EPIPE, errno.EIO)  # of a pipe, and of a terminal that was closed
 _RUN_MODULE = (
     "import runpy, sys; del sys.path[0]; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 )
@@ -51,7 +53,7 @@ def discard(stream: TextIO) -> None:
 
 
 class _Droppable:
-    """A standard stream that drops its text once nobody reads its pipe."""
+    """A standard stream that drops its text once nobody reads its pipe or its terminal is closed."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -72,7 +74,9 @@ class _Droppable:
     def _dropping(self) -> Iterator[None]:
         try:
             yield
-        except BrokenPipeError:
+        except OSError as error:
+            if error.errno not in NO_READER:
+                raise
             discard(self._stream)
 
 
@@ -80,7 +84,8 @@ class _Droppable:
 def outliving_readers() -> Iterator[None]:
     """Continue without output when the reader of standard output or standard error is gone.
 
-    Ctrl-C also ends the `tee` of `megatron-sb train CONFIG.yaml 2>&1 | tee FILE`. The job must still save.
+    Ctrl-C also ends the `tee` of `megatron-sb train CONFIG.yaml 2>&1 | tee FILE`. The job must still save. A terminal
+    can be closed while a job runs in the background.
     """
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = map(_Droppable, streams)

@@ -31,6 +31,7 @@ from support.launch import run_ranks
 from support.messages import mentions
 
 from megatron_sb import cli, training
+from megatron_sb.processes import outliving_readers
 from megatron_sb.training import main, plots, rank, report, supervisor
 from megatron_sb.training.checkpoint import Progress
 from megatron_sb.training.command import Command
@@ -258,6 +259,16 @@ def test_a_job_whose_output_nobody_reads_saves_after_ctrl_c(config, tmp_path):
         job.send_signal(signal.SIGINT)
         assert job.wait(TIMEOUT_SECONDS) == 128 + signal.SIGINT
     assert (out / "stick_breaking" / "checkpoints" / "latest").exists()
+
+
+def test_the_output_to_a_closed_terminal_is_dropped(monkeypatch):
+    """As of a job in the background, when its terminal is closed."""
+    master, slave = os.openpty()
+    with open(slave, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        os.close(master)
+        with outliving_readers():
+            print("dropped", flush=True)
 
 
 def test_the_port_of_a_job_is_reserved_while_its_ranks_start(config, tmp_path):
