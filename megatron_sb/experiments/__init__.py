@@ -10,6 +10,8 @@ import argparse
 import importlib
 import sys
 
+from megatron_sb.processes import outliving_readers
+
 # Name on the command line -> module.
 EXPERIMENTS: dict[str, str] = {
     "attention-picture": "megatron_sb.experiments.attention_picture",
@@ -48,11 +50,12 @@ def main(argv: list[str]) -> int:
 
     options = _parser().parse_args(argv)
     sweep.output_folder(options)  # check --out before anything runs
-    try:
-        return options.run(options)
-    except sweep.SweepStopped as stop:
-        print(f"megatron-sb experiment: {stop}", file=sys.stderr)
-        return stop.status
+    with outliving_readers():
+        try:
+            return options.run(options)
+        except sweep.SweepStopped as stop:
+            print(f"megatron-sb experiment: {stop}", file=sys.stderr)
+            return stop.status
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -246,6 +246,19 @@ def test_runs_of_a_killed_sweep_save_and_exit(tmp_path):
     assert "SIGINT received; saving after this step" in log.read_text()
 
 
+def test_an_experiment_continues_when_its_terminal_is_closed(monkeypatch):
+    module = types.ModuleType("an_experiment", "Prints.")
+    module.add_arguments = lambda parser: None
+    module.run = lambda options: print("dropped", flush=True) or 3
+    monkeypatch.setitem(sys.modules, "an_experiment", module)
+    monkeypatch.setitem(experiments.EXPERIMENTS, "nothing", "an_experiment")
+    master, slave = os.openpty()
+    with open(slave, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        os.close(master)
+        assert experiments.main(["nothing", "a.yaml"]) == 3
+
+
 def test_the_command_passes_its_arguments(monkeypatch, capsys, tmp_path):
     got = {}
     module = types.ModuleType("an_experiment", "Shows 100% of nothing\nat all.\n\nMore.")
