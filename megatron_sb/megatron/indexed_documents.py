@@ -85,15 +85,26 @@ class IndexedDocuments:
 
     def read(self, index: int, start: int, stop: int) -> np.ndarray:
         """Return the tokens from start to stop of one document, int64 (stop - start,)."""
-        which = int(np.searchsorted(self._firsts, index, "right")) - 1
-        tokens, end = self._datasets[which].read(index - int(self._firsts[which]), start, stop)
+        dataset, number = self._find(index)
+        tokens, end = dataset.read(number, start, stop)
         return np.append(tokens, self._end_of_document) if stop > end else tokens
+
+    def name(self, index: int) -> str:
+        """Return which document it is, in words."""
+        dataset, number = self._find(index)
+        return f"document {number} of {dataset.prefix} in {dataset.field}"
+
+    def _find(self, index: int) -> tuple[_DataSet, int]:
+        """Return the data set of a document, and its number there."""
+        which = int(np.searchsorted(self._firsts, index, "right")) - 1
+        return self._datasets[which], index - int(self._firsts[which])
 
 
 class _DataSet:
     """A pair of files. They are read where they are needed: the memory of a mapping grows with what was ever read."""
 
     def __init__(self, prefix: str, field: str) -> None:
+        self.prefix, self.field = prefix, field
         if not IndexedDataset.exists(prefix):
             raise InputError(
                 f"{field} must be prefixes of an IndexedDataset, got {prefix!r}: "

@@ -49,6 +49,9 @@ class Documents(Protocol):
     def read(self, index: int, start: int, stop: int) -> np.ndarray:
         """Return tokens start to stop of one document: int64."""
 
+    def name(self, index: int) -> str:
+        """Return which document it is, in words."""
+
 
 class TextDocuments:
     """Files as byte tokens with an end-of-document token, read when they are requested. See `Documents`.
@@ -88,6 +91,10 @@ class TextDocuments:
                 f"{os.path.getsize(self.files[index])}. Do not change the files of data.paths while a job runs."
             )
         return np.append(read, BYTE_END_OF_DOCUMENT) if stop == self._lengths[index] else read
+
+    def name(self, index: int) -> str:
+        """See `Documents.name`."""
+        return self.files[index]
 
 
 class Subset:
@@ -129,7 +136,7 @@ class Subset:
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
             at = int(np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[0])
             raise InputError(
-                f"token {start + at} of document {self._indices[index]} of data.paths must be from 0 to "
+                f"token {start + at} of {self._documents.name(int(self._indices[index]))} must be from 0 to "
                 f"data.vocab_size - 1 = {self._vocab_size - 1}, got {tokens[at]}"
             )
         return tokens

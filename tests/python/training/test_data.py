@@ -13,6 +13,7 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 
+from megatron_sb.megatron.indexed_documents import write_documents
 from megatron_sb.training import loop
 from megatron_sb.training.checkpoint import Progress
 from megatron_sb.training.config import IndexedDataConfig, TextDataConfig, load_config
@@ -232,12 +233,18 @@ def test_indexed_dataset_gives_the_same_documents(text_folder, tmp_path):
     narrow = load_corpus(with_data(**{**fields, "vocab_size": 257, "end_of_document": 250}))
     assert max(whole(narrow.train, index).max() for index in range(len(narrow.train))) == 256
     narrow = load_corpus(with_data(**{**fields, "vocab_size": 256, "end_of_document": 250}))
-    with pytest.raises(ValueError, match=r"token \d+ of document \d+ of data\.paths must be .* = 255, got 256"):
+    with pytest.raises(
+        ValueError, match=r"token \d+ of document \d+ of .*set in data\.paths must be .* = 255, got 256"
+    ):
         [whole(narrow.train, index) for index in range(len(narrow.train))]
+    write_documents(str(tmp_path / "held_out"), [np.array([0, 1]), np.array([0, 256, 1])], np.uint16)
+    fields |= {"vocab_size": 256, "end_of_document": 250, "validation_paths": (str(tmp_path / "held_out"),)}
+    with pytest.raises(ValueError, match=r"token 1 of document 1 of .*held_out in data\.validation_paths must be"):
+        whole(load_corpus(with_data(**fields)).validation, 1)
     with pytest.raises(ValueError, match=r"data\.paths must be prefixes of an IndexedDataset"):
         load_corpus(with_data(**{**fields, "paths": (str(tmp_path / "other"),)}))
     with pytest.raises(ValueError, match=r"data\.validation_paths must be prefixes of an IndexedDataset, got .*other"):
-        load_corpus(with_data(**fields, validation_paths=(str(tmp_path / "other"),)))
+        load_corpus(with_data(**{**fields, "validation_paths": (str(tmp_path / "other"),)}))
 
 
 def next_row(sampler):
