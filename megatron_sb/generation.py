@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_sb.training.checkpoint import newest_checkpoint
 from megatron_sb.training.config import BYTE_VOCAB_SIZE, TrainingConfig
 from megatron_sb.training.loading import check_device, choose_model, config_of, load_run, resolved_device
 from megatron_sb.validation import InputError, MissingFileError
@@ -198,9 +199,7 @@ def _cached(folder: Path, device: str, vocab_size: int) -> tuple[NextLogits, str
     from megatron_sb.huggingface.modeling import CACHE_FIELD
 
     device = resolved_device(device)
-    checkpoint = find_checkpoint(folder)
-    if checkpoint is None:
-        raise MissingFileError(f"{folder} has no checkpoint. Train the run first.")
+    checkpoint = find_checkpoint(folder) or newest_checkpoint(folder / "checkpoints")
     decoder, cache = checkpoints.load(checkpoint).to(device), None
 
     @torch.no_grad()

@@ -169,7 +169,11 @@ def newest_checkpoint(root: Path) -> Path:
     try:  # of a damaged file, bytes that are not UTF-8 become the name of a checkpoint that does not exist
         return root / (root / "latest").read_text(encoding="utf-8", errors="backslashreplace").strip()
     except FileNotFoundError:
-        raise MissingFileError(f"{root} has no checkpoint: the file 'latest' does not exist.") from None
+        raise MissingFileError(
+            f"{root} has no checkpoint: the file 'latest' does not exist. Train the run. If it is finished, it was "
+            "trained with checkpoint.stage_ends = false: `megatron-sb train RUN --resume --set "
+            "checkpoint.stage_ends=true` repeats the steps that it has not saved."
+        ) from None
 
 
 def load(engine: Saveable, path: Path) -> None:

@@ -128,6 +128,18 @@ def test_runs_that_cannot_be_converted(change, message, run, tmp_path, capsys):
     assert cli.main(["convert", str(copy), str(tmp_path / "out"), "--to", "huggingface"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line and str(tmp_path) in line, line
+
+
+def test_a_finished_run_without_checkpoints_is_named(run, tmp_path, capsys):
+    """As one with checkpoint.stage_ends = false."""
+    copy = shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(copy / "stick_breaking" / "checkpoints")
+    for command in (
+        ["generate", str(copy), "--prompt", "a"],
+        ["convert", str(copy), str(tmp_path / "out"), "--to", "fla"],
+    ):
+        assert cli.main(command) == 2
+        assert "If it is finished, it was trained with checkpoint.stage_ends = false" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
