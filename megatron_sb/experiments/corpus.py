@@ -32,7 +32,7 @@ from megatron_sb.training.checkpoint import write_atomically
 from megatron_sb.training.config import ConfigError, TextDataConfig, load_fields
 from megatron_sb.training.config.types import Fraction, PositiveInt, Section, Seed, section
 from megatron_sb.training.documents import BYTE_END_OF_DOCUMENT
-from megatron_sb.training.text_files import list_files, matcher
+from megatron_sb.training.text_files import check_patterns, list_files, matcher
 from megatron_sb.validation import InputError
 
 SIDES = ("train", "validation", "test")
@@ -146,6 +146,8 @@ def list_projects(config: CorpusConfig) -> dict[str, Files]:
             "validation_fraction + test_fraction must be less than 1, got "
             f"{config.validation_fraction} + {config.test_fraction}."
         )
+    with _naming_fields():
+        check_patterns(config.include, config.exclude)
     projects: dict[str, Files] = {}
     for name in config.distributions:
         if canonical_name(name) in projects:
@@ -281,11 +283,18 @@ def _files_of_distribution(name: str, config: CorpusConfig) -> Files:
 
 
 def _files_of_path(entry: str, config: CorpusConfig) -> Files:
-    try:
+    with _naming_fields():
         found = list_files(TextDataConfig(paths=(entry,), include=config.include, exclude=config.exclude))
+    return [(name, Path(name)) for name in found.names]
+
+
+@contextlib.contextmanager
+def _naming_fields() -> Iterator[None]:
+    """Give errors about fields of `data` the names of the fields here."""
+    try:
+        yield
     except InputError as error:
         raise ConfigError(str(error).replace("data.", "")) from error
-    return [(name, Path(name)) for name in found.names]
 
 
 def _labels(side: str, project: str, path: str) -> dict[str, str]:

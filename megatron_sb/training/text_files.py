@@ -50,9 +50,11 @@ def list_files(data: TextDataConfig) -> TextFiles:
     """Return the files that data.paths names, in that order, sorted by relative path within each entry.
 
     Raises:
-        ValueError: An entry names no file, or data.include and data.exclude leave none of its files.
+        ValueError: An entry names no file, or data.include and data.exclude leave none of its files or have a pattern
+            that no name can match.
         OSError: A directory cannot be read.
     """
+    check_patterns(data.include, data.exclude)
     found: dict[str, str] = {}  # absolute path, which does not depend on the entry that a file is below -> its name
     sizes, digest, left_out = array("q"), hashlib.sha256(), Counter()
     for entry in data.paths:
@@ -71,6 +73,17 @@ def list_files(data: TextDataConfig) -> TextFiles:
             raise InputError(_why_nothing(entry, data, of_entry))
         left_out += of_entry
     return TextFiles([*found.values()], np.array(sizes, dtype=np.int64), digest.hexdigest(), dict(left_out))
+
+
+def check_patterns(include: Sequence[str], exclude: Sequence[str]) -> None:
+    """Raise ValueError for a pattern that no name can match, such as a path."""
+    for field, patterns in (("include", include), ("exclude", exclude)):
+        for pattern in patterns:
+            if "/" in pattern:
+                raise InputError(
+                    f"data.{field} must have patterns of names, without '/', got {pattern!r}. A pattern is compared "
+                    "with the names of files and directories, not with their paths."
+                )
 
 
 def _why_nothing(entry: str, data: TextDataConfig, left_out: Counter[str]) -> str:

@@ -143,6 +143,7 @@ def test_the_trainer_reads_the_same_result_of_two_builds(config, tmp_path):
         ({"distributions": ("no-such-pack",)}, "distributions must be installed, got 'no-such-pack'"),
         ({"distributions": ("pack_1", "pack-1")}, "distributions must have different items, got 'pack-1' twice"),
         ({"include": ("*.cu",), "paths": ()}, "must leave files of every distribution, got none of 'pack_0'"),
+        ({"exclude": ("a/b",), "paths": ()}, "^exclude must have patterns of names, without '/', got 'a/b'"),
         ({"paths": ("nowhere",)}, "got 'nowhere', which names no file"),
         ({"distributions": ("pack_1",), "paths": ()}, "must have text for every side, got none for"),
         ({"test_fraction": 0.7}, "must be less than 1, got 0.3 \\+ 0.7"),

@@ -169,9 +169,11 @@ def test_files_that_are_left_out_are_counted(text_folder):
     [
         ({"include": ("*.html",)}, r"data\.include must .*'\*\.html'.* match none of the 42 files"),
         ({"exclude": ("part?", "*.txt")}, r"data\.exclude must leave files in .*'part\?'"),
+        ({"exclude": ("part1/",)}, r"data\.exclude must have patterns of names, without '/', got 'part1/'"),
+        ({"include": ("*.txt", "part1/*.md")}, r"data\.include must have patterns of names, .* got 'part1/\*\.md'"),
     ],
 )
-def test_patterns_that_leave_no_file_are_named(fields, message, text_folder):
+def test_patterns_that_leave_no_file_or_match_no_name_are_named(fields, message, text_folder):
     """The folder is not empty, and the message does not say so."""
     with pytest.raises(ValueError, match=message):
         load_corpus(with_data(paths=(str(text_folder),), **fields))
