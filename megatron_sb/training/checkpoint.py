@@ -3,8 +3,8 @@
     <root>/short-000100/        model and optimizer (written by the engine), progress.json, and checksums.json
     <root>/latest               "short-000100"
 
-A job that dies while it writes leaves `<root>/.short-000100.tmp`. No code reads that directory. The next save of
-the same step removes it.
+A job that dies while it writes leaves `<root>/.short-000100.tmp`. No code reads that directory. The next job that
+resumes the run removes it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class CheckpointDirectory:
         return not (self.root / "latest").exists()
 
     def restore_latest(self) -> list[str]:
-        """Let `latest` name a whole checkpoint. Only one process may call this, before any other method.
+        """Let `latest` name a whole checkpoint, and remove what a job left that died while it saved.
+
+        Only one process may call this, before any other method.
 
         Returns:
             A sentence for each damaged checkpoint, and one that names the checkpoint to use instead. Empty if the
@@ -89,6 +91,8 @@ class CheckpointDirectory:
         Raises:
             CheckpointError: All checkpoints are damaged.
         """
+        for left_over in filter(Path.is_dir, self.root.glob(".*.tmp")):
+            shutil.rmtree(left_over)
         if self.is_empty():
             return []
         newest = newest_checkpoint(self.root)

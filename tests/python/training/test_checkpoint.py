@@ -59,3 +59,13 @@ def test_what_a_run_could_not_name_does_not_push_out_the_newest(tmp_path, one_ra
     checkpoints.save(Engine(), progress("a", 20))
     assert checkpoints.latest() == progress("a", 20) and checkpoints.path(progress("a", 20)).is_dir()
     assert names(tmp_path) == ["a-000020", "a-000030", "latest"]
+
+
+def test_a_resumed_run_removes_a_half_written_checkpoint(tmp_path, one_rank):
+    """As of a step that a signal stopped: no other job saves after that step."""
+    half = tmp_path / ".a-000137.tmp"
+    half.mkdir()
+    (half / "model").touch()
+    checkpoints = CheckpointDirectory(tmp_path, keep=2)
+    assert checkpoints.restore_latest() == [] and not half.exists()
+    assert CheckpointDirectory(tmp_path / "nothing", keep=2).restore_latest() == []
