@@ -159,10 +159,18 @@ if name == "failed": raise SystemExit(3)
 
 
 def test_parallel_runs_share_the_cores(tmp_path, monkeypatch):
-    replace_trainer(monkeypatch, "import os; print(sorted(os.sched_getaffinity(0)))")
     cores = sorted(os.sched_getaffinity(0))
     for jobs, shares in ((1, [cores]), (2, [cores[::2], cores[1::2] or cores]), (3, None)):
-        out = tmp_path / str(jobs)
+        out, started = tmp_path / str(jobs), tmp_path / f"started-{jobs}"
+        started.mkdir()
+        # Each run waits for the others. Otherwise a quick thread takes several.
+        replace_trainer(
+            monkeypatch,
+            f"import os, pathlib, time; started, end = pathlib.Path({str(started)!r}), time.time() + 60\n"
+            f"(started / str(os.getpid())).touch()\n"
+            f"while len([*started.iterdir()]) < {jobs} and time.time() < end: time.sleep(0.01)\n"
+            "print(sorted(os.sched_getaffinity(0)))",
+        )
         sweep.train_all(TINY, [Trial(str(i), ON_CPU) for i in range(jobs)], out, jobs=jobs)
         found = [json.loads((out / f"{i}.log").read_text()) for i in range(jobs)]
         assert all(found) and {core for share in found for core in share} == {*cores}
