@@ -8,13 +8,26 @@
 #
 # Sets SB_TORCH_ROOT, SB_TORCH_VERSION (such as 2.9.0a0+git-nv25.09), SB_TORCH_MINOR (2.9) and SB_TORCH_CUDA_VERSION
 # (empty for a CPU build of torch, "unknown" for a CUDA build of LibTorch without version.py).
+#
+# Without a torch, this build stops. The CMake package is then not found, which is no error for a project that can do
+# without it: megatron_sb_FOUND is false, and megatron_sb_NOT_FOUND_MESSAGE has the reason.
 
 set(SB_TORCH_ROOT "" CACHE PATH
     "Folder with LibTorch's include/ and lib/; if empty, the torch of the Python interpreter is used")
 
+# sb_torch_failed(<text>...) keeps the reason why there is no torch. The functions below return after it.
+function(sb_torch_failed)
+    string(CONCAT text ${ARGV})
+    set_property(GLOBAL PROPERTY SB_TORCH_ERROR "${text}")
+endfunction()
+
 function(sb_ask_python_for_torch)
     if(NOT Python_EXECUTABLE)
-        find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
+        find_package(Python 3.10 ${sb_torch_required} COMPONENTS Interpreter)
+        if(NOT Python_Interpreter_FOUND)
+            sb_torch_failed("there is no Python 3.10 or later, and SB_TORCH_ROOT is not set.")
+            return()
+        endif()
     endif()
     string(CONCAT question "import os, torch\n"
            "print(';'.join([os.path.dirname(torch.__file__), torch.__version__, torch.version.cuda or '', "
@@ -29,9 +42,9 @@ function(sb_ask_python_for_torch)
         endif()
     endforeach()
     if(NOT status EQUAL 0)
-        message(FATAL_ERROR "megatron_sb: ${Python_EXECUTABLE} has no torch, and SB_TORCH_ROOT is not set. "
-                "Run pip install torch first. If torch is found only through PYTHONPATH, use "
-                "pip install --no-build-isolation.\n${error}")
+        sb_torch_failed("${Python_EXECUTABLE} has no torch, and SB_TORCH_ROOT is not set. Run pip install torch first. "
+                        "If torch is found only through PYTHONPATH, use pip install --no-build-isolation.\n${error}")
+        return()
     endif()
     list(GET answer 0 root)
     list(GET answer 1 version)
@@ -50,8 +63,9 @@ function(sb_read_torch_version)
         set(header "${SB_TORCH_ROOT}/include/torch/csrc/api/include/torch/version.h")  # torch 2.8 and 2.9
     endif()
     if(NOT EXISTS "${header}")
-        message(FATAL_ERROR "megatron_sb: SB_TORCH_ROOT must be the folder with include/ and lib/ of LibTorch, "
-                "got ${SB_TORCH_ROOT}, which has no include/torch/headeronly/version.h.")
+        sb_torch_failed("SB_TORCH_ROOT must be the folder with include/ and lib/ of LibTorch, got ${SB_TORCH_ROOT}, "
+                        "which has no include/torch/headeronly/version.h.")
+        return()
     endif()
     file(READ "${header}" text)
     set(numbers "")
@@ -75,11 +89,24 @@ function(sb_read_torch_version)
     set(SB_TORCH_CUDA_VERSION "${cuda}" PARENT_SCOPE)
 endfunction()
 
+set_property(GLOBAL PROPERTY SB_TORCH_ERROR "")
+set(sb_torch_required REQUIRED)
+if(CMAKE_FIND_PACKAGE_NAME STREQUAL "megatron_sb")
+    set(sb_torch_required QUIET)
+endif()
 if(SB_TORCH_ROOT)
     sb_read_torch_version()
     set(SB_TORCH_CXX11_ABI 1)
 else()
     sb_ask_python_for_torch()
+endif()
+get_property(sb_torch_error GLOBAL PROPERTY SB_TORCH_ERROR)
+if(sb_torch_error AND sb_torch_required STREQUAL "REQUIRED")
+    message(FATAL_ERROR "megatron_sb: ${sb_torch_error}")
+elseif(sb_torch_error)
+    set(megatron_sb_FOUND FALSE)
+    set(megatron_sb_NOT_FOUND_MESSAGE "${sb_torch_error}")
+    return()
 endif()
 string(REGEX MATCH "^[0-9]+\\.[0-9]+" SB_TORCH_MINOR "${SB_TORCH_VERSION}")
 

@@ -173,6 +173,7 @@ NOT_SHOWN = (
     "A list of layers cannot contain",  # layer_pattern replaces it
     " waited ",  # the transport of the C++ tests, and the next
     " and expected ",
+    "${sb_torch_error}",  # a message of sb_torch_failed
 )
 
 
@@ -191,7 +192,8 @@ def _thrown(path: Path) -> list[str]:
 
 def _configured(path: Path) -> list[str]:
     """Return the warnings and errors of a CMake file."""
-    return re.findall(r'message\((?:WARNING|FATAL_ERROR) "([^"]*)"', _without_comments(path))
+    command = r"(?:message\((?:WARNING|FATAL_ERROR) |sb_torch_failed\()"
+    return re.findall(rf'{command}"([^"]*)"', _without_comments(path))
 
 
 def test_troubleshooting_explains_every_message():

@@ -65,8 +65,8 @@ def test_the_minor_version_of_a_vendors_pre_release_is_found(tmp_path):
 
 @pytest.mark.skipif(not CMAKE, reason="needs cmake")
 def test_without_torch_the_error_says_what_to_install(tmp_path):
-    status, output, _ = configure(tmp_path, "raise ImportError('broken')")
-    assert status != 0
+    status, output, _ = configure(tmp_path, r"raise ImportError('broken: C:\dir;\u')")
+    assert status != 0 and "broken" in output
     assert re.search(mentions("no torch pip install torch --no-build-isolation"), output)
 
 
@@ -103,3 +103,32 @@ def test_a_folder_without_libtorch_is_an_error(tmp_path):
     status, output = configure_with_root(tmp_path, tmp_path)
     assert status != 0
     assert re.search(mentions(f"SB_TORCH_ROOT include/ lib/ {tmp_path}"), output)
+
+
+@pytest.mark.skipif(not CMAKE, reason="needs cmake")
+@pytest.mark.parametrize(
+    ("definition", "reason"),
+    [("-DSB_TORCH_ROOT={folder}", "SB_TORCH_ROOT include/ lib/"), ("-DPython_EXECUTABLE={folder}/python", "no torch")],
+)
+def test_a_project_can_do_without_the_package_if_there_is_no_torch(definition, reason, tmp_path):
+    """find_package without REQUIRED continues. With REQUIRED its error has the reason."""
+    package = tmp_path / "lib" / "cmake" / "megatron_sb"
+    package.mkdir(parents=True)
+    shutil.copy(ROOT / "cmake" / "SbTorch.cmake", package)
+    config = (ROOT / "cmake" / "megatron_sbConfig.cmake.in").read_text()
+    (package / "megatron_sbConfig.cmake").write_text(config.replace("@PACKAGE_INIT@", ""))
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    for required, works in (("", True), ("REQUIRED", False)):
+        (tmp_path / "CMakeLists.txt").write_text(
+            "cmake_minimum_required(VERSION 3.20)\nproject(can_do_without NONE)\n"
+            f'find_package(megatron_sb {required})\nmessage(STATUS "found: ${{megatron_sb_FOUND}}")\n'
+        )
+        command = [CMAKE, "-S", tmp_path, "-B", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={tmp_path}"]
+        done = subprocess.run(
+            [*command, definition.format(folder=tmp_path)], capture_output=True, text=True, timeout=60
+        )
+        output = " ".join((done.stdout + done.stderr).split())
+        assert (done.returncode == 0) == works and ("found: 0" in output) == works, output
+        assert re.search(mentions(reason), output)
