@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from arguments import seconds
 from peers import NAMES, Contender, contenders, ours
 from report import FLASH_4, FLASH_4_DETERMINISTIC, markdown, output_file
 from timing import DRY_RUN_FACTOR, FACTORS, Call, Sensors, back_to_back, ceilings, machine, on_gpu, take_turns
@@ -411,10 +412,10 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--forward-only", action="store_true", help="measure no backward (default: off)")
     parser.add_argument(
-        "--seconds", type=float, default=0.3, help="device time for the rounds of a line (default: %(default)s)"
+        "--seconds", type=seconds, default=0.3, help="device time for the rounds of a line (default: %(default)s)"
     )
     parser.add_argument(
-        "--sustained", type=float, default=0.5, help="seconds of each back-to-back run (default: %(default)s)"
+        "--sustained", type=seconds, default=0.5, help="seconds of each back-to-back run (default: %(default)s)"
     )
     parser.add_argument("--no-ceilings", action="store_true", help="measure no matrix product and copy (default: off)")
     parser.add_argument("--json", type=output_file, help="file for all measurements (default: none)")

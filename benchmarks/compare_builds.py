@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from arguments import seconds
 from gpu_suite import library_folder
 from timing import DRY_RUN_FACTOR, FACTORS, machine, on_gpu, take_turns
 
@@ -122,7 +123,7 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     add("builds", nargs="*", metavar="BUILD", help="folder with the lib/ of a build, or with a package megatron_sb")
     add("--rows", nargs="+", default=list(ROWS), metavar="ROW", help="DIRECTION:HEAD_DIM:BATCH:HEADS:KV_HEADS:LENGTH")
     add("--rounds", type=int, default=3, help="processes of each build (default: %(default)s)")
-    add("--seconds", type=float, default=0.3, help="device time of a row in a process (default: %(default)s)")
+    add("--seconds", type=seconds, default=0.3, help="device time of a row in a process (default: %(default)s)")
     add("--cudnn", action="store_true", help="also time cuDNN's softmax attention (default: off)")
     add("--dry-run", action="store_true", help="try this script at toy sizes without a GPU (default: off)")
     add("--measure", action="store_true", help=argparse.SUPPRESS)

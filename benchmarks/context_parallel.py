@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
+from arguments import seconds, whole_number
 from attention import draw_inputs, draw_lengths
 from exchanged_heads import exchanged_heads
 from peers import NAMES, Contender, contenders
@@ -67,6 +68,10 @@ def replays_of(calls: dict[str, Call]) -> dict[str, Call]:
 
 def join_ranks() -> None:
     """Join the process group of torchrun. Each rank uses the GPU of its local rank."""
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit("This benchmark needs the ranks of torchrun. Start it with torchrun --nproc-per-node GPUS.")
+    if not torch.cuda.is_available():
+        raise SystemExit("This benchmark needs a GPU for each rank, and torch sees none.")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
@@ -244,18 +249,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     lengths = [16384, 65536, 131072]
-    add("--lengths", nargs="*", type=int, default=lengths, help="lengths with 12 heads (default: %(default)s)")
+    add(
+        "--lengths",
+        nargs="*",
+        type=whole_number(1),
+        default=lengths,
+        help="lengths with 12 heads (default: %(default)s)",
+    )
     add("--grouped", nargs="*", default=["12:4", "32:8"], help="query heads:KV heads (default: %(default)s)")
-    add("--grouped-length", type=int, default=65536, help="length of the rows of --grouped (default: %(default)s)")
-    add("--packed", type=int, default=65536, help="tokens of the packed rows; 0 skips them (default: %(default)s)")
+    add(
+        "--grouped-length",
+        type=whole_number(1),
+        default=65536,
+        help="length of the rows of --grouped (default: %(default)s)",
+    )
+    add(
+        "--packed",
+        type=whole_number(0),
+        default=65536,
+        help="tokens of the packed rows; 0 skips them (default: %(default)s)",
+    )
     modes = {"nargs": "+", "choices": [*MODES, "auto"], "default": list(MODES)}
     add("--modes", **modes, help="values of comm (default: %(default)s)")
     add("--graphs", action="store_true", help="also replay each dense call as a CUDA graph (default: off)")
     add("--no-peer", dest="peer", action="store_false", help="skip torch's context_parallel (default: off)")
     peers = {"nargs": "*", "choices": NAMES, "default": []}
     add("--exchanged", **peers, help="attentions that ranks exchange heads around (default: none)")
-    add("--seconds", type=float, default=0.3, help="device time for the rounds of a cell (default: %(default)s)")
-    add("--sustained", type=float, default=0.3, help="seconds of each back-to-back run (default: %(default)s)")
+    add("--seconds", type=seconds, default=0.3, help="device time for the rounds of a cell (default: %(default)s)")
+    add("--sustained", type=seconds, default=0.3, help="seconds of each back-to-back run (default: %(default)s)")
     add("--json", type=output_file, help="file for all measurements (default: none)")
     options = parser.parse_args()
     join_ranks()

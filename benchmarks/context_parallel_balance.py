@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from arguments import whole_number
 
 from megatron_sb.ops.context_parallel import shard_positions
 
@@ -159,8 +160,8 @@ def main() -> None:
     tiles of 64 rows; and the number of cuts. For "balanced" also the first of these in tiles of 128 rows.
     """
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows-per-rank", type=int, default=8192)
-    parser.add_argument("--streams", type=int, default=5, help="streams for each row of the table")
+    parser.add_argument("--rows-per-rank", type=whole_number(1), default=8192)
+    parser.add_argument("--streams", type=whole_number(1), default=5, help="streams for each row of the table")
     parser.add_argument("--keys", action="store_true", help="the keys that ranks receive, in place of their work")
     options = parser.parse_args()
     if options.keys:

@@ -14,6 +14,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from arguments import at_most_0, whole_number
 from attention import shift_logits
 from forked_ranks import run_forked
 from pictures import pyplot_for_files, record_or_draw
@@ -25,6 +26,7 @@ from megatron_sb import reference
 RESULTS = ("o", "dq", "dk", "dv")
 HEADS = 8
 LAYOUT = "zigzag"
+MODES = ("p2p", "all_gather", "a2a")
 
 
 def errors(results, exact) -> dict[str, float]:
@@ -120,9 +122,13 @@ def main() -> None:
     """Record or draw."""
     parser, recording, _ = record_or_draw(__doc__, record, draw)
     recording.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
-    recording.add_argument("--ranks", type=int, help="with --device cpu: ranks to fork (default: those of torchrun)")
-    recording.add_argument("--length", type=int, default=8192, help="sequence length (default: %(default)s)")
-    recording.add_argument("--head-dim", type=int, default=128, help="default: %(default)s")
+    recording.add_argument(
+        "--ranks", type=whole_number(1), help="with --device cpu: ranks to fork (default: those of torchrun)"
+    )
+    recording.add_argument(
+        "--length", type=whole_number(1), default=8192, help="sequence length (default: %(default)s)"
+    )
+    recording.add_argument("--head-dim", type=whole_number(8, multiple=8), default=128, help="default: %(default)s")
     recording.add_argument(
         "--dtype",
         choices=("bfloat16", "float16", "float32"),
@@ -130,19 +136,24 @@ def main() -> None:
         help="dtype of q, k, v and do (default: %(default)s)",
     )
     recording.add_argument(
-        "--means", nargs="+", type=float, default=[-3.2, -11.0], help="mean logits (default: %(default)s)"
+        "--means",
+        nargs="+",
+        type=at_most_0,
+        default=[-3.2, -11.0],
+        help="mean logits, at most 0 (default: %(default)s)",
     )
     recording.add_argument(
-        "--modes", nargs="+", default=["p2p", "all_gather", "a2a"], help="values of comm (default: %(default)s)"
+        "--modes",
+        nargs="+",
+        choices=[*MODES, "auto"],
+        default=list(MODES),
+        help="values of comm (default: %(default)s)",
     )
     options = parser.parse_args()
     if getattr(options, "ranks", None) is not None and options.device != "cpu":
         parser.error(f"--ranks needs --device cpu, got --device {options.device}")
-    if options.run is record:
-        if options.ranks is None and "RANK" not in os.environ:
-            parser.error("record needs the ranks of torchrun, or --device cpu --ranks NUMBER")
-        if options.ranks is not None and options.ranks < 1:
-            parser.error(f"--ranks must be at least 1, got {options.ranks}")
+    if options.run is record and options.ranks is None and "RANK" not in os.environ:
+        parser.error("record needs the ranks of torchrun, or --device cpu --ranks NUMBER")
     options.run(options)
 
 

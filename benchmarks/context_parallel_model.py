@@ -26,6 +26,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from arguments import input_file
+
 from megatron_sb.planning.context_parallel import BACK_TO_BACK, CALLS, FLOPS, MODES, Machine, Model, Shape
 
 LENGTHS, RANKS = [2**16, 2**18, 2**20, 2**22], [8, 16, 32, 64, 128, 256, 512]
@@ -108,7 +110,7 @@ def main() -> None:
     comparison = commands.add_parser(
         "compare", help="compare predictions with measurements; fails if a row is too far off"
     )
-    comparison.add_argument("measured", type=Path, help="JSON file of context_parallel.py")
+    comparison.add_argument("measured", type=input_file, help="JSON file of context_parallel.py")
     comparison.add_argument(
         "--within", type=float, default=10.0, help="largest error of a row in percent (default: %(default)s)"
     )

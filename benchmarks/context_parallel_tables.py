@@ -19,6 +19,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from arguments import whole_number
 from attention import draw_inputs, draw_lengths
 from context_parallel import LONGEST, SHORTEST
 from context_parallel_balance import Split, needed_keys, pieces_of
@@ -28,6 +29,7 @@ from timing import DRY_RUN_FACTOR, FACTORS, on_gpu, take_turns
 RANKS = (4, 8, 64)
 HEADS, HEAD_DIM = 12, 128
 MEAN = 2400  # tokens of a packed document
+LEAST_ROWS = 128  # of a rank: a document fits, also with one rank
 LEAST_ROUNDS, MOST_ROUNDS = 3, 20  # of each contender, by turns
 
 
@@ -199,7 +201,9 @@ def measure(name: str, steps: list[list[Block]], seconds: float) -> Iterator[dic
 
 def rows(options: argparse.Namespace) -> Iterator[dict]:
     """Yield the lines of every number of ranks."""
-    rows_per_rank = options.rows_per_rank if on_gpu() else max(16, options.rows_per_rank // DRY_RUN_FACTOR)
+    rows_per_rank = (
+        options.rows_per_rank if on_gpu() else max(LEAST_ROWS, options.rows_per_rank // DRY_RUN_FACTOR // 2 * 2)
+    )
     for ranks in options.ranks:
         middle = ranks // 2, rows_per_rank
         for name, steps in (*sequence_steps(ranks, *middle), packed_steps(ranks, *middle)):
@@ -217,9 +221,14 @@ def main(args: list[str] | None = None) -> None:
     """Measure every case and print the table."""
 
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="numbers of ranks (default: 4 8 64)")
         parser.add_argument(
-            "--rows-per-rank", type=int, default=8192, help="rows of a rank; a multiple of 2 (default: %(default)s)"
+            "--ranks", type=whole_number(1), nargs="+", default=RANKS, help="numbers of ranks (default: 4 8 64)"
+        )
+        parser.add_argument(
+            "--rows-per-rank",
+            type=whole_number(LEAST_ROWS, multiple=2),
+            default=8192,
+            help="rows of a rank; a multiple of 2 (default: %(default)s)",
         )
 
     heads = ["case", "direction", "calls", "ms", "TFLOP/s", "dense TFLOP/s", "ratio"]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from arguments import whole_number
 from attention import draw_inputs
 from context_parallel import MODES, calls_over, join_ranks
 from pictures import pyplot_for_files, record_or_draw
@@ -85,6 +86,9 @@ def draw(options: argparse.Namespace) -> None:
     recorded = json.loads(options.json.read_text())
     about = recorded["machine"]
     traces = [t for t in recorded["traces"] if t["length"] == options.length]
+    if not traces:
+        lengths = sorted({t["length"] for t in recorded["traces"]})
+        raise SystemExit(f"--length must be one of {lengths}, the lengths in {options.json}, got {options.length}")
     longest = max(start + duration for t in traces for *_, start, duration in t["events"]) / 1e3
     figure, panels = pyplot.subplots(len(traces), 1, figsize=(12, 2 * len(traces) + 0.5), squeeze=False, sharex=True)
     for panel, one in zip(panels[:, 0], traces, strict=True):
@@ -111,10 +115,22 @@ def main() -> None:
     """Record or draw."""
     parser, recording, drawing = record_or_draw(__doc__, record, draw)
     recording.add_argument(
-        "--lengths", nargs="+", type=int, default=[16384, 65536], help="sequence lengths (default: %(default)s)"
+        "--lengths",
+        nargs="+",
+        type=whole_number(1),
+        default=[16384, 65536],
+        help="sequence lengths (default: %(default)s)",
     )
-    recording.add_argument("--modes", nargs="+", default=list(MODES), help="values of comm (default: %(default)s)")
-    drawing.add_argument("--length", type=int, default=65536, help="the length to draw (default: %(default)s)")
+    recording.add_argument(
+        "--modes",
+        nargs="+",
+        choices=[*MODES, "auto"],
+        default=list(MODES),
+        help="values of comm (default: %(default)s)",
+    )
+    drawing.add_argument(
+        "--length", type=whole_number(1), default=65536, help="the length to draw (default: %(default)s)"
+    )
     options = parser.parse_args()
     options.run(options)
 

@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from arguments import output_folder, whole_number
 
 from megatron_sb.training.config import load_config
 
@@ -88,18 +89,19 @@ def _anonymous_mib() -> float:
 
 
 def main() -> None:
-    """Write the data set unless it exists, and start twice."""
+    """Write the data set and start twice."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--documents", type=int, default=10**6, help="number of documents (default: %(default)s)")
-    parser.add_argument("--mean-tokens", type=int, default=100, help="of a document (default: %(default)s)")
+    parser.add_argument("folder", type=output_folder, metavar="FOLDER", help="for the data set")
+    parser.add_argument(
+        "--documents", type=whole_number(1000), default=10**6, help="number of documents (default: %(default)s)"
+    )
+    parser.add_argument("--mean-tokens", type=whole_number(2), default=100, help="of a document (default: %(default)s)")
     parser.add_argument("--start", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     prefix = options.folder / f"sparse-{options.documents}-{options.mean_tokens}"
     if options.start:
         print(json.dumps(start(prefix, options.mean_tokens)))
         return
-    options.folder.mkdir(parents=True, exist_ok=True)
     write_data_set(prefix, options.documents, options.mean_tokens)
     shutil.rmtree(options.folder / "megatron_sb_index", ignore_errors=True)
     for name in ("first", "second"):

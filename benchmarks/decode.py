@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 
 import torch
+from arguments import whole_number
 from attention import FULL_LOGIT, shift_logits
 from table import table_main
 from timing import DRY_RUN_FACTOR, Call, on_gpu, take_turns
@@ -96,7 +97,10 @@ def rows_that_fit(lengths: list[int]) -> list[tuple[int, int, tuple[int, int, in
 
 def rows(options: argparse.Namespace) -> Iterator[dict]:
     """Yield the rows of every shape that fits in memory, with both kinds of inputs."""
-    chosen = rows_that_fit([length if on_gpu() else length // DRY_RUN_FACTOR for length in options.lengths])
+    blocks = [length // BLOCK_SIZE for length in options.lengths]
+    chosen = rows_that_fit([BLOCK_SIZE * (n if on_gpu() else max(1, n // DRY_RUN_FACTOR)) for n in blocks])
+    if not chosen:
+        raise SystemExit(f"--lengths must have a length whose cache fits in memory, got {options.lengths}")
     cache = Cache(max(b * s * heads[1] * heads[2] for b, s, heads in chosen))
     for batch, length, heads in chosen:
         for kind in ("full", "randn"):
@@ -108,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths",
         nargs="+",
-        type=int,
+        type=whole_number(BLOCK_SIZE, multiple=BLOCK_SIZE),
         default=list(LENGTHS),
         help=f"keys in the cache, multiples of {BLOCK_SIZE} (default: %(default)s)",
     )

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from arguments import output_folder, whole_number
 from report import described
 from timing import machine
 
@@ -228,13 +229,13 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="folder for the logs and the record")
+    add("--out", type=output_folder, required=True, help="folder for the logs and the record")
     stages = [*STAGES, *TRAINING_STAGES]
     add("--stages", nargs="+", choices=stages, default=list(STAGES), help="what to run (default: %(default)s)")
     add("--library-from", type=Path, help="folder of a build made elsewhere; skips the build stage (default: none)")
     add("--wheels", type=Path, help="folder of wheels to use, such as megatron-core's (default: none)")
-    add("--workers", type=int, default=1, help="pytest-xdist workers on the GPU (default: %(default)s)")
-    add("--limit-s", type=int, help="upper limit of the steps' time limits, in seconds (default: none)")
+    add("--workers", type=whole_number(1), default=1, help="pytest-xdist workers on the GPU (default: %(default)s)")
+    add("--limit-s", type=whole_number(1), help="upper limit of the steps' time limits, in seconds (default: none)")
     add("--tools", nargs="+", choices=TOOLS, default=list(DEFAULT_TOOLS), help="sanitizers (default: %(default)s)")
     add("--part", default="1/1", help="part of the sanitizers' cases, such as 2/4 (default: %(default)s)")
     add("--select", nargs=argparse.REMAINDER, default=[], help="more arguments for pytest; must be the last option")
@@ -257,7 +258,6 @@ def parse(args: list[str] | None) -> argparse.Namespace:
 def main(args: list[str] | None = None) -> int:
     """Run the stages and return 0 if all steps passed."""
     options = parse(args)
-    options.out.mkdir(parents=True, exist_ok=True)
     options.python_path = python_path(options)
     stages = [stage for stage in options.stages if stage != "build" or not options.library_from]
     steps = [step for stage in stages for step in steps_of(stage, options)]

@@ -37,6 +37,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from arguments import seconds, whole_number
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -387,11 +388,23 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add_common_arguments(parser)
     add = parser.add_argument
     add("--peers", nargs="+", choices=PEERS, default=["cudnn"], help="softmax contenders (default: %(default)s)")
-    add("--seconds", type=float, default=20.0, help="seconds of all timed steps of a length (default: %(default)s)")
-    add("--tensor-parallel", type=int, default=1, help="ranks that share heads and MLPs (default: %(default)s)")
-    add("--context-parallel", type=int, default=1, help="ranks that share a row (default: %(default)s)")
-    add("--expert-parallel", type=int, default=1, help="ranks that share the experts (default: %(default)s)")
-    add("--experts", type=int, default=0, help="experts of each layer; 0 is a dense model (default: %(default)s)")
+    add("--seconds", type=seconds, default=20.0, help="seconds of all timed steps of a length (default: %(default)s)")
+    add(
+        "--tensor-parallel",
+        type=whole_number(1),
+        default=1,
+        help="ranks that share heads and MLPs (default: %(default)s)",
+    )
+    add("--context-parallel", type=whole_number(1), default=1, help="ranks that share a row (default: %(default)s)")
+    add(
+        "--expert-parallel", type=whole_number(1), default=1, help="ranks that share the experts (default: %(default)s)"
+    )
+    add(
+        "--experts",
+        type=whole_number(0),
+        default=0,
+        help="experts of each layer; 0 is a dense model (default: %(default)s)",
+    )
     comms = ["p2p", "all_gather", "a2a"]
     add("--cp-comm", nargs="+", choices=comms, default=["p2p", "a2a"], help="of softmax (default: %(default)s)")
     add("--dry-run", action="store_true", help="toy sizes and local layers, without a GPU and Transformer Engine")

@@ -2,9 +2,9 @@
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
+from arguments import input_file
 from report import output_file
 
 
@@ -35,7 +35,7 @@ def record_or_draw(about: str, record: Callable, draw: Callable) -> tuple[argpar
     recording.add_argument("json", type=output_file, help="file to write")
     recording.set_defaults(run=record)
     drawing = commands.add_parser("draw", help="draw a record, on any machine")
-    drawing.add_argument("json", type=Path, help="file that `record` wrote")
+    drawing.add_argument("json", type=input_file, help="file that `record` wrote")
     drawing.add_argument("picture", type=output_file, help="picture to write")
     drawing.set_defaults(run=draw)
     return parser, recording, drawing

@@ -8,6 +8,7 @@ those of megatron_sb.compat. The packages keep their own references. The last li
 megatron_sb.compat were called.
 """
 
+import argparse
 import importlib.util
 import os
 import sys
@@ -67,10 +68,14 @@ class Redirection:
 
 def main() -> int:
     """Run pytest with the redirection. Fail also if no replaced function was called."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("tests", metavar="TESTS", help="file or folder with tests of a published package")
+    parser.add_argument("more", nargs=argparse.REMAINDER, metavar="...", help="more of them, and options of pytest")
+    arguments = parser.parse_args()
     redirection = Redirection()
     # Ignore this repository's pytest settings: the published tests define their own markers.
     options = ["-c", os.devnull, "-q", "-p", "no:cacheprovider", "-W", "ignore"]
-    code = pytest.main([*options, *sys.argv[1:]], plugins=[redirection])
+    code = pytest.main([*options, arguments.tests, *arguments.more], plugins=[redirection])
     return int(code) or int(redirection.calls == 0)
 
 

@@ -4,6 +4,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterable
 
+from arguments import seconds as number_of_seconds
 from report import output_file
 from timing import machine, on_gpu
 
@@ -30,7 +31,10 @@ def table_main(
     """
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     parser.add_argument(
-        "--seconds", type=float, default=seconds, help="device time for the rounds of a line (default: %(default)s)"
+        "--seconds",
+        type=number_of_seconds,
+        default=seconds,
+        help="device time for the rounds of a line (default: %(default)s)",
     )
     parser.add_argument("--json", type=output_file, help="file for all measurements (default: none)")
     parser.add_argument(

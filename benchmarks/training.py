@@ -34,6 +34,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from arguments import at_most_0, seconds, whole_number
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from report import output_file
@@ -320,26 +321,28 @@ def measure(
             }
 
 
-def at_most_0(text: str) -> float:
-    """Return a number of the command line that must be at most 0."""
-    number = float(text)
-    if not -math.inf < number <= 0:
-        raise argparse.ArgumentTypeError(f"must be finite and at most 0, got {text}")
-    return number
-
-
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that megatron_training.py has, too."""
     add = parser.add_argument
     add("config", metavar="CONFIG.yaml", help="configuration of megatron-sb train, of which the sizes are used")
     add("--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field of the file; repeatable")
     lengths = [4096, 16384, 65536]
-    add("--lengths", nargs="+", type=int, default=lengths, help="tokens of a row (default: %(default)s)")
-    add("--recompute-from", type=int, default=65536, help="recompute every layer from here on (default: %(default)s)")
-    add("--tokens", type=int, default=65536, help="tokens of a step, at least a micro-batch (default: %(default)s)")
+    add("--lengths", nargs="+", type=whole_number(1), default=lengths, help="tokens of a row (default: %(default)s)")
+    add(
+        "--recompute-from",
+        type=whole_number(0),
+        default=65536,
+        help="recompute every layer from here on (default: %(default)s)",
+    )
+    add(
+        "--tokens",
+        type=whole_number(1),
+        default=65536,
+        help="tokens of a step, at least a micro-batch (default: %(default)s)",
+    )
     add(
         "--tokens-at-once",
-        type=int,
+        type=whole_number(1),
         default=16384,
         help="tokens of a micro-batch, at least a row (default: %(default)s)",
     )
@@ -373,10 +376,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="trained weights of the run RUN, whose RUN/config.yaml is CONFIG.yaml: a checkpoint, or the newest one "
         "of a model (default: none, random tokens and changed weights)",
     )
-    add("--seconds", type=float, default=5.0, help="seconds of timed steps (default: %(default)s)")
-    add("--least-steps", type=int, default=3, help="timed steps, also if they take longer (default: %(default)s)")
-    add("--warm-steps", type=int, default=3, help="steps before the timed ones (default: %(default)s)")
-    add("--kernels", type=int, default=0, help="number of slowest kernels to print (default: %(default)s)")
+    add("--seconds", type=seconds, default=5.0, help="seconds of timed steps (default: %(default)s)")
+    add(
+        "--least-steps",
+        type=whole_number(1),
+        default=3,
+        help="timed steps, also if they take longer (default: %(default)s)",
+    )
+    add("--warm-steps", type=whole_number(0), default=3, help="steps before the timed ones (default: %(default)s)")
+    add("--kernels", type=whole_number(0), default=0, help="number of slowest kernels to print (default: %(default)s)")
     return parser.parse_args(arguments)
 
 

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from arguments import input_file, whole_number
 from pictures import pyplot_for_files, record_or_draw
 from timing import machine
 
@@ -198,13 +199,18 @@ def main() -> None:
     parser, recording, drawing = record_or_draw(__doc__, record, draw)
     add = recording.add_argument
     add("--model", choices=MODELS, default="dense", help="default: %(default)s")
-    add("--lengths", nargs="+", type=int, default=[16384], help="tokens of a row (default: %(default)s)")
+    add("--lengths", nargs="+", type=whole_number(1), default=[16384], help="tokens of a row (default: %(default)s)")
     add("--layouts", nargs="+", help="names of layouts (default: all for which there are enough GPUs)")
     add("--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field of the model; repeatable")
-    add("--steps", type=int, default=50, help="training steps (default: %(default)s)")
-    add("--tokens", type=int, default=65536, help="tokens of a step, at least two rows (default: %(default)s)")
+    add("--steps", type=whole_number(1), default=50, help="training steps (default: %(default)s)")
+    add(
+        "--tokens",
+        type=whole_number(1),
+        default=65536,
+        help="tokens of a step, at least two rows (default: %(default)s)",
+    )
     drawing.add_argument(
-        "--more", nargs="+", type=Path, default=[], help="more records, drawn in further columns (default: none)"
+        "--more", nargs="+", type=input_file, default=[], help="more records, drawn in further columns (default: none)"
     )
     options = parser.parse_args()
     if options.run is record:
@@ -212,7 +218,7 @@ def main() -> None:
         if unknown:
             known = ", ".join(map(repr, LAYOUTS[options.model]))
             parser.error(f"--layouts must be some of {known} with --model {options.model}, got {', '.join(unknown)}")
-        if not any(layouts_of(options)):
+        if not torch.cuda.device_count():
             parser.error("torch sees no GPU, and every layout needs one.")
     options.run(options)
 

@@ -120,7 +120,7 @@ def test_a_mode_that_cannot_exchange_the_heads_is_a_row_with_an_error(script, mo
     [
         (["--device", "cpu"], "record needs the ranks of torchrun, or --device cpu --ranks NUMBER"),
         (["--device", "cuda"], "record needs the ranks of torchrun, or --device cpu --ranks NUMBER"),
-        (["--device", "cpu", "--ranks", "0"], "--ranks must be at least 1, got 0"),
+        (["--device", "cpu", "--ranks", "0"], "argument --ranks: must be a whole number and at least 1, got 0"),
     ],
 )
 def test_errors_of_context_parallelism_need_ranks(script, monkeypatch, tmp_path, capsys, args, message):
@@ -129,3 +129,54 @@ def test_errors_of_context_parallelism_need_ranks(script, monkeypatch, tmp_path,
     with pytest.raises(SystemExit) as stop:
         script("context_parallel_error").main()
     assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("decode", "--dry-run --lengths 100", "argument --lengths: must be a multiple of 64 and at least 64, got 100"),
+        ("decode", "--dry-run --lengths 100000000", "--lengths must have a length whose cache fits in memory"),
+        ("decode", "--dry-run --seconds nan", "argument --seconds: must be finite and at least 0, got nan"),
+        ("attention", "--dry-run --sustained inf", "argument --sustained: must be finite and at least 0, got inf"),
+        ("compare_builds", "BUILD --dry-run --seconds x", "argument --seconds: must be finite and at least 0, got x"),
+        ("context_parallel", "", "needs the ranks of torchrun"),
+        ("context_parallel", "--lengths 0", "argument --lengths: must be a whole number and at least 1, got 0"),
+        ("context_parallel_timeline", "record OUT", "needs the ranks of torchrun"),
+        ("context_parallel_timeline", "record OUT --modes ring", "argument --modes: invalid choice: 'ring'"),
+        ("context_parallel_timeline", "draw OUT OUT", "argument json: must be a file that can be read"),
+        ("context_parallel_error", "record OUT --device cpu --ranks 2 --modes ring", "invalid choice: 'ring'"),
+        ("context_parallel_error", "record OUT --means 3", "argument --means: must be finite and at most 0, got 3"),
+        ("context_parallel_error", "record OUT --head-dim 15", "must be a multiple of 8 and at least 8, got 15"),
+        ("context_parallel_balance", "--streams 0", "argument --streams: must be a whole number and at least 1, got 0"),
+        ("context_parallel_model", "compare OUT", "argument measured: must be a file that can be read"),
+        ("context_parallel_tables", "--ranks 0", "argument --ranks: must be a whole number and at least 1, got 0"),
+        ("data_start", "OUT --documents 10", "argument --documents: must be a whole number and at least 1000, got 10"),
+        ("data_start", "FILE", "argument FOLDER: must be a folder that can be created"),
+        ("gpu_suite", "--out FILE", "argument --out: must be a folder that can be created"),
+        ("published_tests", "", "arguments are required: TESTS"),
+        ("training_layouts", "record OUT --layouts CP2", "torch sees no GPU"),
+    ],
+)
+def test_wrong_arguments_are_named(script, name, args, message, monkeypatch, tmp_path, capsys):
+    """They are not an exception in the middle of a measurement."""
+    (tmp_path / "file").touch()
+    paths = {"OUT": str(tmp_path / "out"), "FILE": str(tmp_path / "file")}
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr("sys.argv", [f"{name}.py", *(paths.get(word, word) for word in args.split())])
+    with pytest.raises(SystemExit) as stop:
+        script(name).main()
+    assert stop.value.code not in (0, None)
+    assert message in capsys.readouterr().err + str(stop.value.code)
+
+
+@pytest.mark.parametrize(
+    ("name", "args"), [("decode", "--lengths 64"), ("context_parallel_tables", "--rows-per-rank 128")]
+)
+def test_a_dry_run_works_with_small_sizes(script, name, args, monkeypatch):
+    table = script(name)
+    monkeypatch.setattr(
+        table, "take_turns", lambda calls, seconds: {name: (call(), 1.0)[1] for name, call in calls.items()}
+    )
+    monkeypatch.setattr(table, "HEADS", ((2, 1, 16),) if name == "decode" else 2)
+    table.main(["--dry-run", *args.split()])

@@ -1,0 +1,62 @@
+"""Types for argparse that the benchmarks share. Each raises argparse.ArgumentTypeError for a wrong value."""
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+
+def whole_number(least: int, multiple: int = 1) -> Callable[[str], int]:
+    """Return a type for whole numbers from `least` on that are multiples of `multiple`."""
+
+    def convert(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = None
+        if number is None or number < least or number % multiple:
+            kind = "whole number" if multiple == 1 else f"multiple of {multiple}"
+            raise argparse.ArgumentTypeError(f"must be a {kind} and at least {least}, got {text}")
+        return number
+
+    return convert
+
+
+def seconds(text: str) -> float:
+    """Return a finite number that is at least 0."""
+    return _number(text, lambda number: 0 <= number < math.inf, "finite and at least 0")
+
+
+def at_most_0(text: str) -> float:
+    """Return a finite number that is at most 0."""
+    return _number(text, lambda number: -math.inf < number <= 0, "finite and at most 0")
+
+
+def input_file(text: str) -> Path:
+    """Return the path of a file that can be read."""
+    try:
+        with open(text, "rb"):
+            return Path(text)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"must be a file that can be read, got {text!r}: {error.strerror}") from error
+
+
+def output_folder(text: str) -> Path:
+    """Return the path of a folder, and create it."""
+    try:
+        Path(text).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"must be a folder that can be created, got {text!r}: {error.strerror}"
+        ) from error
+    return Path(text)
+
+
+def _number(text: str, is_good: Callable[[float], bool], expected: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not is_good(number):
+        raise argparse.ArgumentTypeError(f"must be {expected}, got {text}")
+    return number
