@@ -176,9 +176,9 @@ def library_folder(source: Path) -> Path:
     version = f"torch{'.'.join(torch.__version__.split('.')[:2])}"
     libraries = [*source.rglob(f"{version}/libmegatron_sb_ops.so")]
     if not libraries:
-        raise SystemExit(f"--library-from must be a folder with a {version}/libmegatron_sb_ops.so, got {source}.")
+        raise SystemExit(f"A build must be a folder with a {version}/libmegatron_sb_ops.so, got {source}.")
     package = Path(tempfile.mkdtemp(prefix="megatron_sb_suite_")) / "megatron_sb"
-    shutil.copytree(ROOT / "megatron_sb", package)
+    shutil.copytree(ROOT / "megatron_sb", package, ignore=shutil.ignore_patterns("lib", "_C.*", "__pycache__"))
     shutil.copytree(libraries[0].parents[1], package / "lib")
     modules = [*source.rglob("_C.abi3.so")]
     if modules:
@@ -188,6 +188,7 @@ def library_folder(source: Path) -> Path:
             "version": "unknown",
             "cuda": str(torch.version.cuda),
             "cuda_architectures": [80, 90],  # the default of a build
+            "fast_compile": False,
             "compiler": "unknown",
         }
         (package / "_C.py").write_text(f"def build_info():\n    return {about!r}\n")

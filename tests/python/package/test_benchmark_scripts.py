@@ -4,11 +4,14 @@ import argparse
 import importlib
 import os
 import re
+import shutil
 import types
 from pathlib import Path
 
 import pytest
 import torch
+
+from megatron_sb.ops import library
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -180,3 +183,16 @@ def test_a_dry_run_works_with_small_sizes(script, name, args, monkeypatch):
     )
     monkeypatch.setattr(table, "HEADS", ((2, 1, 16),) if name == "decode" else 2)
     table.main(["--dry-run", *args.split()])
+
+
+def test_a_build_without_a_module_still_has_facts_for_info(script, tmp_path):
+    """gpu_suite.py --library-from takes a build without Python."""
+    suite = script("gpu_suite")
+    build = tmp_path / "torch{}.{}".format(*torch.__version__.split(".")[:2])
+    build.mkdir()
+    (build / "libmegatron_sb_ops.so").touch()
+    package = suite.library_folder(tmp_path) / "megatron_sb"
+    written: dict = {}
+    exec((package / "_C.py").read_text(), written)
+    shutil.rmtree(package.parent)
+    assert written["build_info"]().keys() == library.BuildInfo.__annotations__.keys()
