@@ -7,6 +7,7 @@ build needs the same torch.
 """
 
 import argparse
+import atexit
 import contextlib
 import itertools
 import os
@@ -171,13 +172,20 @@ def _summary(log: str) -> str:
     return (summaries or lines or ["no output"])[-1][:150]
 
 
+def _temporary_folder(prefix: str) -> Path:
+    """Make a folder that this process removes when it ends."""
+    folder = tempfile.mkdtemp(prefix=prefix)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
 def library_folder(source: Path) -> Path:
     """Make a folder with the package megatron_sb: Python files of this checkout, libraries from `source`."""
     version = f"torch{'.'.join(torch.__version__.split('.')[:2])}"
     libraries = [*source.rglob(f"{version}/libmegatron_sb_ops.so")]
     if not libraries:
         raise SystemExit(f"A build must be a folder with a {version}/libmegatron_sb_ops.so, got {source}.")
-    package = Path(tempfile.mkdtemp(prefix="megatron_sb_suite_")) / "megatron_sb"
+    package = _temporary_folder("megatron_sb_suite_") / "megatron_sb"
     shutil.copytree(ROOT / "megatron_sb", package, ignore=shutil.ignore_patterns("lib", "_C.*", "__pycache__"))
     shutil.copytree(libraries[0].parents[1], package / "lib")
     modules = [*source.rglob("_C.abi3.so")]
@@ -199,7 +207,7 @@ def python_path(options: argparse.Namespace) -> list[str]:
     """Return the PYTHONPATH of the steps: --library-from, --wheels, and the folders of scripts that import others."""
     folders = [library_folder(options.library_from)] if options.library_from else []
     if options.wheels:
-        site = Path(tempfile.mkdtemp(prefix="megatron_sb_wheels_"))
+        site = _temporary_folder("megatron_sb_wheels_")
         install = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", site]
         subprocess.run([*map(str, install), *map(str, sorted(options.wheels.glob("*.whl")))], check=True)
         folders.append(site)

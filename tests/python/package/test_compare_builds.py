@@ -44,7 +44,11 @@ def test_a_build_can_be_compared_with_itself(compare, capsys):
 
 
 def test_the_package_need_not_be_installed(tmp_path):
-    """Only the processes that measure import megatron_sb, and each imports the one of its build."""
+    """Only the processes that measure import megatron_sb, and each imports the one of its build.
+
+    The script removes the copy of the package that it makes for them.
+    """
+    (tmp_path / "temporary").mkdir()
     shutil.copytree(library.library_path().parents[1], tmp_path / "lib")
     code = (
         "import runpy, sys; sys.modules['megatron_sb'] = None; del sys.argv[0]; "
@@ -52,11 +56,11 @@ def test_the_package_need_not_be_installed(tmp_path):
     )
     options = ["--dry-run", "--rounds=1", "--seconds=0.001", "--rows", "forward:64:1:1:1:4096"]
     command = [sys.executable, "-c", code, str(BENCHMARKS / "compare_builds.py"), str(tmp_path), *options]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(BENCHMARKS)}
-    )
+    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS), "TMPDIR": str(tmp_path / "temporary")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("| forward b=1 h=1:1 d=64 L=4096 | ")
+    assert not list((tmp_path / "temporary").glob("megatron_sb_suite_*"))
 
 
 @pytest.mark.parametrize(
