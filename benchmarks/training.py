@@ -385,7 +385,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     add("--warm-steps", type=whole_number(0), default=3, help="steps before the timed ones (default: %(default)s)")
     add("--kernels", type=whole_number(0), default=0, help="number of slowest kernels to print (default: %(default)s)")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.kernels and not on_gpu():
+        parser.error("--kernels needs a GPU: the kernels of a GPU are printed")
+    return options
 
 
 def contenders(options: argparse.Namespace) -> list[Contender]:
