@@ -37,6 +37,10 @@ endif()
 # Without a leading "./", which CMake would count as a folder between the prefix and this one.
 cmake_path(SET sb_cmake_dir NORMALIZE "${sb_prefix}/lib/cmake/megatron_sb")
 install(EXPORT megatron_sb_targets NAMESPACE megatron_sb:: DESTINATION "${sb_cmake_dir}/${sb_torch_folder}")
+set(sb_cuda_version "")
+if(SB_CUDA)
+    set(sb_cuda_version "${CMAKE_CUDA_COMPILER_VERSION}")
+endif()
 configure_package_config_file(cmake/megatron_sbConfig.cmake.in "${CMAKE_CURRENT_BINARY_DIR}/megatron_sbConfig.cmake"
                               INSTALL_DESTINATION "${sb_cmake_dir}")
 write_basic_package_version_file("${CMAKE_CURRENT_BINARY_DIR}/megatron_sbConfigVersion.cmake"

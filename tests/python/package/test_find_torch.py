@@ -105,6 +105,32 @@ def test_a_folder_without_libtorch_is_an_error(tmp_path):
     assert re.search(mentions(f"SB_TORCH_ROOT include/ lib/ {tmp_path}"), output)
 
 
+def find_package(folder, definition, required="", cuda=""):
+    """Run CMake in a project that finds the package megatron_sb in `folder`. Return the exit status and the output.
+
+    cuda: version of nvcc that built the package. Empty for a package without CUDA kernels.
+    """
+    package = folder / "lib" / "cmake" / "megatron_sb"
+    (package / "torch2.11").mkdir(parents=True, exist_ok=True)
+    (package / "torch2.11" / "megatron_sb_targets.cmake").write_text("add_library(megatron_sb::ops INTERFACE IMPORTED)")
+    shutil.copy(ROOT / "cmake" / "SbTorch.cmake", package)
+    config = (ROOT / "cmake" / "megatron_sbConfig.cmake.in").read_text().replace("@PACKAGE_INIT@", "")
+    (package / "megatron_sbConfig.cmake").write_text(config.replace("@sb_cuda_version@", cuda))
+    (folder / "CMakeLists.txt").write_text(f"""
+        cmake_minimum_required(VERSION 3.20)
+        project(uses_the_package NONE)
+        find_package(megatron_sb {required})
+        message(STATUS "found: ${{megatron_sb_FOUND}}")
+        if(megatron_sb_FOUND)
+            get_target_property(options megatron_sb::ops INTERFACE_LINK_OPTIONS)
+            message(STATUS "options: ${{options}}")
+        endif()
+    """)
+    command = [CMAKE, "-S", folder, "-B", folder / "build", f"-DCMAKE_PREFIX_PATH={folder}", definition]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+
 @pytest.mark.skipif(not CMAKE, reason="needs cmake")
 @pytest.mark.parametrize(
     ("definition", "reason"),
@@ -112,23 +138,33 @@ def test_a_folder_without_libtorch_is_an_error(tmp_path):
 )
 def test_a_project_can_do_without_the_package_if_there_is_no_torch(definition, reason, tmp_path):
     """find_package without REQUIRED continues. With REQUIRED its error has the reason."""
-    package = tmp_path / "lib" / "cmake" / "megatron_sb"
-    package.mkdir(parents=True)
-    shutil.copy(ROOT / "cmake" / "SbTorch.cmake", package)
-    config = (ROOT / "cmake" / "megatron_sbConfig.cmake.in").read_text()
-    (package / "megatron_sbConfig.cmake").write_text(config.replace("@PACKAGE_INIT@", ""))
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexit 1\n")
     python.chmod(0o755)
     for required, works in (("", True), ("REQUIRED", False)):
-        (tmp_path / "CMakeLists.txt").write_text(
-            "cmake_minimum_required(VERSION 3.20)\nproject(can_do_without NONE)\n"
-            f'find_package(megatron_sb {required})\nmessage(STATUS "found: ${{megatron_sb_FOUND}}")\n'
-        )
-        command = [CMAKE, "-S", tmp_path, "-B", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={tmp_path}"]
-        done = subprocess.run(
-            [*command, definition.format(folder=tmp_path)], capture_output=True, text=True, timeout=60
-        )
-        output = " ".join((done.stdout + done.stderr).split())
-        assert (done.returncode == 0) == works and ("found: 0" in output) == works, output
+        status, output = find_package(tmp_path, definition.format(folder=tmp_path), required)
+        assert (status == 0) == works and ("found: 0" in output) == works, output
         assert re.search(mentions(reason), output)
+
+
+@pytest.mark.skipif(not CMAKE, reason="needs cmake")
+@pytest.mark.parametrize("cuda", ["13.0", None])
+def test_a_program_loads_the_cuda_part_of_its_own_torch(cuda, tmp_path):
+    """Otherwise it would load that of a torch that pip installed next to the package, or find none."""
+    root = write_libtorch(tmp_path / "libtorch", "2.11.0", cuda=cuda)
+    status, output = find_package(tmp_path, f"-DSB_TORCH_ROOT={root}", "REQUIRED", cuda="13.0.88")
+    assert status == 0, output
+    assert f"{root}/lib/libtorch_cuda.so" in output.partition("options: ")[2]
+    status, output = find_package(tmp_path, f"-DSB_TORCH_ROOT={root}", "REQUIRED")
+    assert status == 0 and "options: options-NOTFOUND" in output, output
+
+
+@pytest.mark.skipif(not CMAKE, reason="needs cmake")
+@pytest.mark.parametrize(("cuda", "found"), [("12.8", "CUDA 12.8"), (None, "no CUDA")])
+def test_a_program_needs_a_torch_for_the_cuda_of_the_package(cuda, found, tmp_path):
+    root = write_libtorch(tmp_path / "libtorch", "2.11.0", cuda=cuda)
+    if cuda is None:
+        (root / "lib" / "libtorch_cuda.so").unlink()
+    status, output = find_package(tmp_path, f"-DSB_TORCH_ROOT={root}", "REQUIRED", cuda="13.0.88")
+    assert status != 0
+    assert re.search(mentions(f"13.0.88 2.11.0 {root} {found} CUDA 13"), output)
