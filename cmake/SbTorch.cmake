@@ -46,6 +46,7 @@ function(sb_ask_python_for_torch)
                         "If torch is found only through PYTHONPATH, use pip install --no-build-isolation.\n${error}")
         return()
     endif()
+    string(REGEX MATCH "[^\n]*$" answer "${answer}")  # a module may print something when it is imported
     list(GET answer 0 root)
     list(GET answer 1 version)
     list(GET answer 2 cuda)

@@ -64,6 +64,13 @@ def test_the_minor_version_of_a_vendors_pre_release_is_found(tmp_path):
 
 
 @pytest.mark.skipif(not CMAKE, reason="needs cmake")
+def test_what_a_module_prints_is_ignored(tmp_path):
+    status, output, package = configure(tmp_path, f"print('a vendor; 1.0')\n{TORCH}")
+    assert status == 0, output
+    assert f"torch 2.11.7 in {package}" in output
+
+
+@pytest.mark.skipif(not CMAKE, reason="needs cmake")
 def test_without_torch_the_error_says_what_to_install(tmp_path):
     status, output, _ = configure(tmp_path, r"raise ImportError('broken: C:\dir;\u')")
     assert status != 0 and "broken" in output
