@@ -142,8 +142,9 @@ def load() -> None:
     try:
         torch.ops.load_library(path)
     except OSError as error:  # such as an undefined symbol: a pre-release of torch differs from the release
+        reason = error.__cause__ or error  # newer versions of torch only name the file, and chain the linker's message
         raise ImportError(
-            f"megatron_sb: {path} does not load with torch {torch.__version__}: {error}. To fix this, {_BUILD_AGAIN}."
+            f"megatron_sb: {path} does not load with torch {torch.__version__}: {reason}. To fix this, {_BUILD_AGAIN}."
         ) from error
     if major_minor(torch.__version__) < (2, 9):
         importlib.import_module("megatron_sb.ops.group_timeout").register()

@@ -119,11 +119,13 @@ def test_loading_the_library_warns(monkeypatch):
 
 
 def test_a_library_that_does_not_load_raises_an_error(monkeypatch, tmp_path):
-    """A pre-release of torch can lack a symbol of the release. The linker's error alone does not say what to do."""
+    """A pre-release of torch can lack a symbol of the release. The message has the linker's error and what to do."""
     broken = tmp_path / "libmegatron_sb_ops.so"
-    broken.write_text("no library")
+    broken.write_text("no library" * 100)
     monkeypatch.setattr(library, "library_path", lambda: broken)
-    with pytest.raises(ImportError, match=mentions(f"torch {torch.__version__} {broken} pip install")):
+    with pytest.raises(
+        ImportError, match=mentions(f"torch {torch.__version__} {broken} invalid ELF header pip install")
+    ):
         library.load.__wrapped__()
 
 
