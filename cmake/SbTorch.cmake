@@ -42,8 +42,9 @@ function(sb_ask_python_for_torch)
         endif()
     endforeach()
     if(NOT status EQUAL 0)
-        sb_torch_failed("${Python_EXECUTABLE} has no torch, and SB_TORCH_ROOT is not set. Run pip install torch first. "
-                        "If torch is found only through PYTHONPATH, use pip install --no-build-isolation.\n${error}")
+        sb_torch_failed("${Python_EXECUTABLE} has no torch, and SB_TORCH_ROOT is not set. Run pip install torch first, "
+                        "or set Python_EXECUTABLE to a Python that has torch. If torch is found only through "
+                        "PYTHONPATH, use pip install --no-build-isolation.\n${error}")
         return()
     endif()
     string(REGEX MATCH "[^\n]*$" answer "${answer}")  # a module may print something when it is imported

@@ -74,7 +74,7 @@ def test_what_a_module_prints_is_ignored(tmp_path):
 def test_without_torch_the_error_says_what_to_install(tmp_path):
     status, output, _ = configure(tmp_path, r"raise ImportError('broken: C:\dir;\u')")
     assert status != 0 and "broken" in output
-    assert re.search(mentions("no torch pip install torch --no-build-isolation"), output)
+    assert re.search(mentions("no torch pip install torch Python_EXECUTABLE --no-build-isolation"), output)
 
 
 def configure_with_root(folder, root):
