@@ -16,6 +16,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import statistics
 from collections.abc import Callable, Iterator
 
@@ -244,6 +245,16 @@ def _line(row: dict) -> str:
     return f"{row['what']:36s} {row['name']:34s} {' | '.join(cells)} | {row['peak_mib']:6.0f} MiB"
 
 
+def head_counts(text: str) -> tuple[int, int]:
+    """Return the numbers of query heads and of KV heads in HEADS:KV_HEADS. A type for argparse."""
+    found = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", text)
+    if found is None or int(found[1]) % int(found[2]):
+        raise argparse.ArgumentTypeError(
+            f"must be HEADS:KV_HEADS, such as 32:8, with a multiple of KV_HEADS, got {text}"
+        )
+    return int(found[1]), int(found[2])
+
+
 def main() -> None:
     """Measure the requested rows on the ranks of torchrun."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -256,7 +267,8 @@ def main() -> None:
         default=lengths,
         help="lengths with 12 heads (default: %(default)s)",
     )
-    add("--grouped", nargs="*", default=["12:4", "32:8"], help="query heads:KV heads (default: %(default)s)")
+    grouped = [(12, 4), (32, 8)]
+    add("--grouped", nargs="*", type=head_counts, default=grouped, help="query heads:KV heads (default: 12:4 32:8)")
     add(
         "--grouped-length",
         type=whole_number(1),
@@ -285,8 +297,7 @@ def main() -> None:
     bench = Benchmark(options)
     for s in options.lengths:
         bench.dense(s, 12, 12, 128)
-    for heads in options.grouped:
-        h, h_kv = (int(n) for n in heads.split(":"))
+    for h, h_kv in options.grouped:
         bench.dense(options.grouped_length, h, h_kv, 128)
     if options.packed:
         bench.packed(options.packed, 12, 128)
