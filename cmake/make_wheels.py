@@ -230,6 +230,10 @@ def main() -> None:
     options = parser.parse_args()
     if len({tuple(version.split(".")[:2]) for version in options.torch}) < len(options.torch):
         parser.error(f"--torch must have one version of each minor version, got {' '.join(options.torch)}")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out must be a folder that can be created, got {str(options.out)!r}: {error.strerror}")
     out = options.out.resolve()
     for variant in options.variants:
         with tempfile.TemporaryDirectory() as folder:

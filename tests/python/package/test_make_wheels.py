@@ -191,6 +191,15 @@ def test_versions_of_torch_may_lack_the_last_number(versions, accepted, monkeypa
     assert accepted or re.search(mentions(f"--torch minor {versions}"), capsys.readouterr().err)
 
 
+def test_the_output_folder_is_checked_before_anything_is_built(monkeypatch, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(make_wheels, "build", lambda *arguments: pytest.fail("it builds"))
+    monkeypatch.setattr("sys.argv", ["make_wheels.py", "--variants", "cpu", "--out", str(tmp_path / "file")])
+    with pytest.raises(SystemExit):
+        make_wheels.main()
+    assert f"--out must be a folder that can be created, got '{tmp_path / 'file'}'" in capsys.readouterr().err
+
+
 def combinations(matrix: dict) -> list[dict]:
     """Return the jobs of a matrix of GitHub Actions.
 
