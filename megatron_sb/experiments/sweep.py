@@ -138,8 +138,9 @@ def train_all(
 ) -> None:
     """Train every unfinished trial in out/NAME, with its output in out/NAME.log.
 
-    A trial is finished when every model of its configuration has been evaluated after the last stage. After SIGINT or
-    SIGTERM the runs save and stop; the same call resumes them. A second signal stops them without saving.
+    A trial is finished when every model of its configuration has been evaluated after the last stage. After a
+    signal of `supervisor.STOP_SIGNALS` the runs save and stop; the same call resumes them. A second signal stops them
+    without saving.
 
     Args:
         config_path: configuration that the trials override.

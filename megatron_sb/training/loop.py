@@ -23,7 +23,7 @@ from megatron_sb.training.evaluate import Watch, read_result
 from megatron_sb.training.profiler import ProfilerWindow
 from megatron_sb.training.report import Report, Step
 from megatron_sb.training.schedule import learning_rate
-from megatron_sb.training.supervisor import note_checkpoint
+from megatron_sb.training.supervisor import STOP_SIGNALS, note_checkpoint, signals_to_note
 from megatron_sb.training.task import Sampler, Task, load_task
 from megatron_sb.training.throughput import model_flops
 from megatron_sb.validation import InputError
@@ -56,26 +56,24 @@ class Diverged(Exception):
 
 
 class StopRequest:
-    """Record SIGINT and SIGTERM.
+    """Record the signals of STOP_SIGNALS, except SIGHUP under nohup.
 
     Each step sums the flags of all ranks in a collective. All ranks therefore stop after the same step.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
     def __init__(self) -> None:
-        self._received = dict.fromkeys(self.SIGNALS, 0.0)
-        for number in self.SIGNALS:
+        self._received = dict.fromkeys(STOP_SIGNALS, 0.0)
+        for number in signals_to_note():
             signal.signal(number, self._note)
 
     def flags(self) -> list[float]:
-        """Return 1.0 for each of SIGNALS that this rank has received, else 0.0."""
+        """Return 1.0 for each of STOP_SIGNALS that this rank has received, else 0.0."""
         return list(self._received.values())
 
-    @classmethod
-    def agreed(cls, sums: list[float]) -> signal.Signals | None:
+    @staticmethod
+    def agreed(sums: list[float]) -> signal.Signals | None:
         """Return a signal that any rank has received, from the sums of all ranks' flags."""
-        return next((number for number, count in zip(cls.SIGNALS, sums, strict=True) if count), None)
+        return next((number for number, count in zip(STOP_SIGNALS, sums, strict=True) if count), None)
 
     def _note(self, number: int, frame: Any) -> None:
         self._received[number] = 1.0

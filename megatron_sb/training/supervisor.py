@@ -1,8 +1,8 @@
 """Supervision of the ranks that `megatron-sb train` starts on this machine.
 
-The supervisor forwards SIGINT and SIGTERM once, so that the ranks save and stop. It ends all ranks when one fails. The
-ranks end when the supervisor is killed. docs/design/supervision.md lists all events and explains why torch's elastic
-launch is not used.
+The supervisor forwards a signal of STOP_SIGNALS once, so that the ranks save and stop. It ends all ranks when one
+fails. The ranks end when the supervisor is killed. docs/design/supervision.md lists all events and explains why torch's
+elastic launch is not used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2  # a configuration or a directory that a rank rejected
-STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a terminal that is closed sends the last one
+STOP_CODES = tuple(128 + number for number in STOP_SIGNALS)
 GRACE_SECONDS = 10.0  # after a rank has failed, time for the others to report why they end
 POLL_SECONDS = 0.1
 PARENT_PIPE = "MEGATRON_SB_PARENT_PIPE"
@@ -50,8 +51,8 @@ def note_checkpoint(path: Path) -> None:
 def start_ranks(config: TrainingConfig, command: list[str]) -> int:
     """Run `command` once per rank and wait for all ranks.
 
-    This function forwards SIGINT and SIGTERM to the ranks once. They then save and stop. A second signal kills the
-    ranks. If another process started this one with `PARENT_PIPE`, the end of that process acts like SIGINT.
+    This function forwards a signal of STOP_SIGNALS to the ranks once. They then save and stop. A second signal kills
+    the ranks. If another process started this one with `PARENT_PIPE`, the end of that process acts like SIGINT.
 
     Returns:
         The job's exit status; see `training.launch.main`.
@@ -105,14 +106,28 @@ def parent_pipe() -> Iterator[int]:
 
 @contextlib.contextmanager
 def noting_signals(received: list[int]) -> Iterator[None]:
-    """Append SIGINT and SIGTERM to `received` instead of acting on them."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    previous = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in numbers}
+    """Append the signals of STOP_SIGNALS to `received` instead of acting on them.
+
+    A terminal that is closed sends SIGHUP several times: from the kernel, and from its shell. So SIGHUP is only noted
+    as the first signal, and never asks for an end without saving.
+    """
+
+    def note(number: int, frame: object) -> None:
+        if number != signal.SIGHUP or not received:
+            received.append(number)
+
+    previous = {number: signal.signal(number, note) for number in signals_to_note()}
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def signals_to_note() -> tuple[signal.Signals, ...]:
+    """Return STOP_SIGNALS, without SIGHUP if this process ignores it, as under nohup."""
+    ignored = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ()
+    return tuple(number for number in STOP_SIGNALS if number not in ignored)
 
 
 def when_parent_is_gone(act: Callable[[], None]) -> None:

@@ -250,15 +250,35 @@ def test_a_rank_prints_characters_that_its_output_lacks(monkeypatch):
     assert written.getvalue() == b"caf\\xe9\n"
 
 
-def test_a_job_whose_output_nobody_reads_saves_after_ctrl_c(config, tmp_path):
-    """As with `megatron-sb train CONFIG.yaml 2>&1 | tee FILE`, where Ctrl-C also ends tee."""
-    out, command = tmp_path / "out", [sys.executable, "-m", "megatron_sb.cli", "train"]
+@pytest.mark.parametrize("numbers", [[signal.SIGINT], [signal.SIGHUP, signal.SIGHUP]])
+def test_a_job_whose_output_nobody_reads_saves_after_a_signal(numbers, config, tmp_path):
+    """As with `megatron-sb train CONFIG.yaml 2>&1 | tee FILE`, where Ctrl-C also ends tee, or in a closed terminal.
+
+    A terminal sends SIGHUP, and its shell does.
+    """
+    command = ["env", "--default-signal=HUP", sys.executable, "-m", "megatron_sb.cli", "train"]  # not ignored, as here
+    out = tmp_path / "out"
     with started(command, config, "checkpoint.interval=1000", "--out", out) as job:
         wait_for_step(job, out, "stick_breaking", "short", 1)
         job.stdout.close()
-        job.send_signal(signal.SIGINT)
-        assert job.wait(TIMEOUT_SECONDS) == 128 + signal.SIGINT
+        for number in numbers:
+            job.send_signal(number)
+            time.sleep(0.2)  # the launcher must note each one
+        assert job.wait(TIMEOUT_SECONDS) == 128 + numbers[0]
     assert (out / "stick_breaking" / "checkpoints" / "latest").exists()
+
+
+@pytest.mark.parametrize(("handler", "noted"), [(signal.SIG_DFL, [signal.SIGHUP]), (signal.SIG_IGN, [])])
+def test_a_closed_terminal_is_one_signal_and_none_under_nohup(handler, noted):
+    """It sends SIGHUP several times, also after Ctrl-C. That is no second signal, which would end without saving."""
+    received, before = [], signal.signal(signal.SIGHUP, handler)
+    try:
+        with supervisor.noting_signals(received):
+            for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGINT, signal.SIGHUP):
+                os.kill(os.getpid(), number)
+        assert received == [*noted, signal.SIGINT] and signal.getsignal(signal.SIGHUP) == handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_output_to_a_closed_terminal_is_dropped(monkeypatch):
