@@ -1,12 +1,11 @@
 """The shell command: megatron-sb info | check | bench | train | plan | generate | eval | experiment | convert."""
 
 import argparse
-import errno
 import select
 import signal
 import sys
 
-from megatron_sb.processes import discard, prepare_streams
+from megatron_sb.processes import DISK_FULL, discard, prepare_streams
 from megatron_sb.training.arguments import add_arguments, take_overrides
 from megatron_sb.validation import InputError
 
@@ -16,7 +15,6 @@ EXTRAS = {
     **dict.fromkeys(("tabulate", "tensorboard", "tqdm", "yaml"), "train"),
     **dict.fromkeys(("safetensors", "transformers"), "huggingface"),
 }
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def info(arguments: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_READER = (errno.EPIPE, errno.EIO)  # of a pipe, and of a terminal that was closed
 _RUN_MODULE = (
     "import runpy, sys; del sys.path[0]; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
@@ -53,7 +54,7 @@ def discard(stream: TextIO) -> None:
 
 
 class _Droppable:
-    """A standard stream that drops its text once nobody reads its pipe or its terminal is closed."""
+    """A standard stream that drops its text once nobody reads its pipe, its terminal is closed or its disk is full."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -75,17 +76,19 @@ class _Droppable:
         try:
             yield
         except OSError as error:
-            if error.errno not in NO_READER:
+            if error.errno not in (*NO_READER, *DISK_FULL):
                 raise
             discard(self._stream)
+            if error.errno in DISK_FULL:  # the file that is left looks complete
+                print(f"megatron-sb: standard output: {error.strerror}; continuing without it", file=sys.stderr)
 
 
 @contextlib.contextmanager
 def outliving_readers() -> Iterator[None]:
-    """Continue without output when the reader of standard output or standard error is gone.
+    """Continue without output when the reader of standard output or standard error is gone, or their disk is full.
 
     Ctrl-C also ends the `tee` of `megatron-sb train CONFIG.yaml 2>&1 | tee FILE`. The job must still save. A terminal
-    can be closed while a job runs in the background.
+    can be closed while a job runs in the background. The disk of the log need not be the one of the checkpoints.
     """
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = map(_Droppable, streams)

@@ -19,6 +19,7 @@ import pytest
 from support.jobs import (
     SMALL_JOB,
     TIMEOUT_SECONDS,
+    TRAIN,
     metrics,
     run_command,
     started,
@@ -289,6 +290,15 @@ def test_the_output_to_a_closed_terminal_is_dropped(monkeypatch):
         os.close(master)
         with outliving_readers():
             print("dropped", flush=True)
+
+
+def test_a_job_whose_log_is_on_a_full_disk_continues(config, tmp_path):
+    """The disk of the checkpoints can be another one. The line says why the log ends early."""
+    short = ["compare=[stick_breaking]", "stages.0.steps=2", "stages.0.warmup_steps=1", "stages.1.steps=5"]
+    command = shlex.join([*map(str, (*TRAIN, config, *short, "--out", tmp_path / "out"))])
+    status, _, errors = run_command(["bash", "-c", f"{command} > /dev/full"])
+    assert status == 0 and errors.count("megatron-sb: standard output: No space left on device; continuing") == 1
+    assert metrics(tmp_path / "out")[-1]["step"] == 5
 
 
 def test_the_port_of_a_job_is_reserved_while_its_ranks_start(config, tmp_path):
