@@ -49,8 +49,8 @@ class IndexedDocuments:
         held_out: paths of further data sets, which follow those. Default none.
 
     Raises:
-        ValueError: if a prefix does not name a data set, or its files are damaged. The message names data.paths, or
-            data.validation_paths for `held_out`.
+        ValueError: if a prefix does not name a data set, its tokens are no integers, or its files are empty or damaged.
+            The message names data.paths, or data.validation_paths for `held_out`.
     """
 
     def __init__(self, path_prefixes: Sequence[str], end_of_document: int, held_out: Sequence[str] = ()) -> None:
@@ -110,11 +110,15 @@ class _DataSet:
                 f"{field} must be prefixes of an IndexedDataset, got {prefix!r}: "
                 f"{prefix}.bin or {prefix}.idx is missing."
             )
+        if not os.path.getsize(prefix + ".bin"):  # which cannot be mapped
+            raise InputError(f"{field} must be data sets with tokens, got {prefix!r}, whose .bin file is empty.")
         try:
             mapped = IndexedDataset(prefix)
         except (AssertionError, ValueError, struct.error) as error:
             raise InputError(f"{prefix}.idx or {prefix}.bin is damaged: {error}") from error
         self._dtype = np.dtype(mapped.index.dtype)
+        if self._dtype.kind not in "iu":
+            raise InputError(f"{field} must be data sets of integers, got {prefix!r}, which holds {self._dtype}.")
         self._num_sequences = len(mapped.sequence_lengths)
         self._num_documents = len(mapped.document_indices) - 1
         needed = int(mapped.sequence_lengths[-1:].sum()) * self._dtype.itemsize

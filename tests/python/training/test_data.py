@@ -249,6 +249,21 @@ def test_indexed_dataset_gives_the_same_documents(text_folder, tmp_path):
         load_corpus(with_data(**{**fields, "validation_paths": (str(tmp_path / "other"),)}))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "documents", "message"),
+    [
+        (np.float32, [np.array([1.5, 2.0], np.float32)], "data sets of integers, got .*set', which holds float32"),
+        (np.int32, [np.empty(0, np.int32)], r"data sets with tokens, got .*set', whose \.bin file is empty"),
+    ],
+)
+def test_an_indexed_dataset_without_integers_is_refused(dtype, documents, message, tmp_path):
+    """Numbers were cut to integers, and an empty data set was called damaged."""
+    write_documents(str(tmp_path / "set"), documents, dtype)
+    fields = {"kind": "indexed", "paths": (str(tmp_path / "set"),), "vocab_size": 300, "end_of_document": 256}
+    with pytest.raises(ValueError, match=rf"data\.paths must be {message}"):
+        load_corpus(with_data(**fields))
+
+
 def next_row(sampler):
     """Read; what was known of it before is true."""
     (row,) = sampler.next_rows(1)
