@@ -39,6 +39,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"data.kind must be 'recall' for mqrar, got {config.data.kind!r}.")
     pairs = options.pairs or [config.data.num_pairs]
     rates = options.learning_rates or [config.stages[0].learning_rate]
+    sweep.check_numbers("--learning-rates", rates)
     trials = {(count, rate): trial_of(count, rate, options.set) for count in pairs for rate in rates}
     out = sweep.output_folder(options)
     sweep.train_all(options.config, list(trials.values()), out, options.jobs)

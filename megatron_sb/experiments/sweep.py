@@ -13,7 +13,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +112,15 @@ def limit_of(options: argparse.Namespace) -> TimeLimit:
     if options.time_limit is None:
         return NO_LIMIT
     return TimeLimit(time.monotonic() + options.time_limit, options.run_time)
+
+
+def check_numbers(option: str, numbers: Iterable[float]) -> None:
+    """Raise ValueError if two numbers agree in the six digits that folders of runs are named with."""
+    named: dict[str, str] = {}
+    for number in numbers:
+        text = repr(number)
+        if (other := named.setdefault(f"{number:g}", text)) != text:
+            raise InputError(f"{option} must be numbers that differ in six digits, got {other} and {text}.")
 
 
 def output_folder(options: argparse.Namespace) -> Path:

@@ -157,6 +157,7 @@ class Verdict:
             raise InputError(
                 f"--seeds must be at least 1 and --learning-rates above 0, got {options.seeds} and {[*self.rates]}."
             )
+        sweep.check_numbers("--learning-rates", self.rates)
         last = self.config.stages[-1]
         if last.context_length not in self.config.evaluation_lengths(last):
             raise ConfigError(

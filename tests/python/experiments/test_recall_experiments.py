@@ -51,6 +51,18 @@ def test_the_model_learns_to_recall(out, capsys):
     assert row in tables_of(capsys.readouterr().out)[0]
 
 
+@pytest.mark.parametrize(
+    ("rates", "message"),
+    [
+        (["1e-3", "1.0000001e-3"], "--learning-rates must be numbers that differ in six digits, got 0.001 and 0.0010"),
+        (["nan"], "stages.0.learning_rate must be a finite number, got 'nan'"),
+    ],
+)
+def test_learning_rates_with_one_folder_or_none_are_an_error(rates, message, capsys, tmp_path):
+    assert cli.main(["experiment", "mqrar", SMALL, "--out", str(tmp_path), "--learning-rates", *rates]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_the_attention_of_a_finished_run(out, tmp_path):
     """The trained model answers at least two of four questions, and one attention weight is large."""
     run = out[0] / "pairs2-rate0.02"

@@ -156,6 +156,8 @@ YARN_ONLY = "attention.softmax_rope.evaluated_scalings=[yarn]"
         (["--shares", "0"], [], r"--shares must be above 0 and at most 1, got \[0.0\]"),
         (["--rate-factors", "0"], [], "--rate-factors must be above 0"),
         (["--rate-factors", "nan"], [], "--rate-factors must be above 0 and finite"),
+        (["--rate-factors", "1", "1.0000001"], [], "--rate-factors must be numbers that differ in six digits"),
+        (["--shares", "0.1", "0.10000001"], [], r"--shares must .* in six digits, got 0\.1 and 0\.10000001"),
         ([], ["parallel.ranks=2"], r"'logits' contradicts parallel\.ranks = 2"),
         ([], ["attention.stick_breaking.head_norm=true"], r"attention\.stick_breaking\.head_norm must be False"),
         (MIXED, [*HYBRID, "attention.near={kind: stick_breaking, forget_gate: true}"], "near.forget_gate must"),

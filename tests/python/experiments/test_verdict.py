@@ -271,6 +271,7 @@ def test_the_time_limit_reaches_the_runs(tmp_path, capsys):
         (["--arms", "softmax_fire"], "--arms must name models of compare, .* got 'softmax_fire'"),
         (["--rate-share", "0"], "--rate-share must be above 0 and at most 1, got 0"),
         (["--seeds", "0"], "--seeds must be at least 1 .* got 0"),
+        (["--learning-rates", "0.1", "0.10000001"], "--learning-rates must be numbers that differ in six digits"),
         (["--test-paths", "a/test"], "--test-paths needs data.kind = 'indexed', got 'text'"),
         (["--recall", SMALL], "--recall must be a configuration with data.kind 'recall'"),
     ],
