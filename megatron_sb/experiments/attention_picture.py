@@ -38,10 +38,13 @@ def run(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.set)
     if config.data.kind != "recall":
         raise ConfigError(f"data.kind must be 'recall' for attention-picture, got {config.data.kind!r}.")
-    model, supported = options.model or config.compare[0], trained.plain_stickbreaking_models(config)
+    what, model = "--model", options.model
+    if model is None:
+        what, model = "The first model of compare", config.compare[0]
+    supported = trained.plain_stickbreaking_models(config)
     if model not in supported:
         raise ConfigError(
-            f"{'--model' if options.model else 'The first model of compare'} must be a stick-breaking model without "
+            f"{what} must be a stick-breaking model without "
             f"forget gates, reach and Euclidean logits, which are {supported}, got {model!r}."
         )
     words = options.sequence.split()

@@ -93,12 +93,13 @@ def _chosen_model(config: TrainingConfig, wanted: str | None) -> str:
     supported = [name for name in plain if config.attention[name].mass_threshold]
     if config.data.kind == "recall":
         raise ConfigError("data.kind must be a kind of text for skipping, got 'recall'.")
-    if not supported or (wanted or supported[0]) not in supported:
+    model = supported[0] if wanted is None and supported else wanted
+    if model not in supported:
         raise ConfigError(
             f"--model must be one of {supported}, the stick-breaking models of compare with a mass_threshold above 0, "
             f"without forget gates and Euclidean logits, got {wanted!r}."
         )
-    return wanted or supported[0]
+    return model
 
 
 def measure(

@@ -65,7 +65,8 @@ def main(
         _check_modules(config)
         if out is not None:
             _check_out(out)
-        window = ProfilerWindow.parse(profile, max(stage.steps for stage in config.stages)) if profile else (0, 0)
+        longest = max(stage.steps for stage in config.stages)
+        window = (0, 0) if profile is None else ProfilerWindow.parse(profile, longest)
     except (InputError, OSError) as error:
         if not isinstance(error, InputError) and error.filename is None:
             raise

@@ -34,10 +34,10 @@ class ProfilerWindow:
         match = re.fullmatch(r"(\d+):(\d+)", text)
         first, last = (int(number) for number in match.groups()) if match else (0, 0)
         if not 1 <= first <= last:
-            raise InputError(f"--profile must be FIRST:LAST, two steps of a stage such as 10:12, got {text}")
+            raise InputError(f"--profile must be FIRST:LAST, two steps of a stage such as 10:12, got {text!r}")
         if first > num_steps:
             raise InputError(
-                f"--profile must start at step {num_steps} or before, the last step of the longest stage, got {text}"
+                f"--profile must start at step {num_steps} or before, the last step of the longest stage, got {text!r}"
             )
         return first, last
 

@@ -11,7 +11,7 @@ import torch
 from support.markdown import tables_of
 
 from megatron_sb import cli
-from megatron_sb.experiments import attention_picture, mqrar
+from megatron_sb.experiments import attention_picture, mqrar, sweep
 from megatron_sb.megatron.statistics import AttentionInputs
 from megatron_sb.training.config import load_config
 
@@ -111,10 +111,12 @@ def test_invalid_sequences(sequence, message):
         attention_picture.tokens_of(sequence.split(), config)
 
 
-def test_softmax_models_are_an_error(capsys):
-    command = ["experiment", "attention-picture", SMALL, "--model"]
-    assert cli.main([*command, "softmax_rope"]) == 2
-    assert re.search("--model must be a stick-breaking model .*got 'softmax_rope'", capsys.readouterr().err)
+@pytest.mark.parametrize("model", ["softmax_rope", ""])
+def test_other_models_are_an_error(model, capsys, monkeypatch):
+    """An empty name, as of a shell's variable that is not set, chose the first model."""
+    monkeypatch.setattr(sweep, "train_all", lambda *arguments: pytest.fail("nothing must be trained"))
+    assert cli.main(["experiment", "attention-picture", SMALL, "--model", model]) == 2
+    assert re.search(f"--model must be a stick-breaking model .*got '{model}'", capsys.readouterr().err)
 
 
 def test_models_of_text_are_an_error(capsys):

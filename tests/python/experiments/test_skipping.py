@@ -12,7 +12,7 @@ from support.markdown import tables_of
 from support.sweeps import forked_runs
 
 from megatron_sb import cli
-from megatron_sb.experiments import skipping, stolen_attention, thresholds
+from megatron_sb.experiments import skipping, stolen_attention, sweep, thresholds
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 TINY = ["model.num_layers=2", "model.hidden_size=32", "model.num_heads=4", "model.num_kv_heads=2"]
@@ -141,6 +141,7 @@ NO_MODEL = r"--model must be one of \[\], .*got None"
     ("options", "message"),
     [
         (["--model", "softmax_rope"], r"--model must be one of \['stick_breaking'\].*got 'softmax_rope'"),
+        (["--model", ""], r"--model must be one of \['stick_breaking'\].*got ''"),
         (["--set", "attention={stick_breaking: {mass_threshold: 0}}"], NO_MODEL),
         (["--seconds", "0"], r"--seconds must .*got 0\.0"),
         (["--seconds", "inf"], "--seconds must .*got inf"),
@@ -150,6 +151,7 @@ NO_MODEL = r"--model must be one of \[\], .*got None"
         (["--set", "attention={stick_breaking: {logits: euclidean}}"], NO_MODEL),
     ],
 )
-def test_unsupported_options(options, message, capsys):
+def test_unsupported_options(options, message, capsys, monkeypatch):
+    monkeypatch.setattr(sweep, "train_all", lambda *arguments: pytest.fail("nothing must be trained"))
     assert cli.main(["experiment", "skipping", str(CONFIGS / "skipping_small.yaml"), *options]) == 2
     assert re.search(message, capsys.readouterr().err)

@@ -169,11 +169,12 @@ def test_profiled_steps_and_skipped_tiles(config, tmp_path, capsys):
     assert all(line["skipped_tiles_by_layer"] == [0, 0] for line in looked)
     for window, sentence in {
         "5:4": "--profile must be FIRST:LAST",
+        "": "--profile must be FIRST:LAST",
         "61:70": "--profile must start at step 60 or before",
     }.items():
         status = main(str(config), profile=window, out=str(tmp_path / "other"))
         errors = capsys.readouterr().err
-        assert status == 2 and sentence in errors and f"got {window}" in errors, errors
+        assert status == 2 and sentence in errors and f"got {window!r}" in errors, errors
 
 
 def test_a_resumed_run_profiles_the_steps_that_are_left(config, tmp_path):
