@@ -88,7 +88,7 @@ def naming_config(path: Path) -> Iterator[None]:
         raise
     except KeyError as error:
         raise InputError(f"{path}: {error.args[0]} is required") from error
-    except (TypeError, ValueError, ArithmeticError, AttributeError, StrictDataclassError) as error:
+    except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError, StrictDataclassError) as error:
         raise InputError(f"{path}: {' '.join(str(error).split())}") from error
 
 

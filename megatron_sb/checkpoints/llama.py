@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_sb.checkpoints import files
 from megatron_sb.huggingface import StickBreakingConfig
 from megatron_sb.huggingface.attention import has_rotation_disabled
+from megatron_sb.validation import InputError
 
 MODEL_TYPE = "llama"
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -35,7 +36,11 @@ OF_ROTARY_EMBEDDING = ".rotary_emb.inv_freq"  # in old checkpoints; computed fro
 
 def is_stick_breaking(folder: Path) -> bool:
     """Return whether the model has stick-breaking attention, as only one without positions must have."""
-    return has_rotation_disabled(files.read_config(folder).get("rope_parameters"))
+    rope, path = files.read_config(folder).get("rope_parameters"), folder / "config.json"
+    if not (rope is None or isinstance(rope, dict)):
+        raise InputError(f"{path}: rope_parameters must be an object, got {rope!r}")
+    with files.naming_config(path):
+        return has_rotation_disabled(rope)
 
 
 def load(folder: Path) -> tuple[StickBreakingConfig, dict[str, Tensor]]:

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from megatron_sb.huggingface.operators import stored_head_dim
 from megatron_sb.options import LayerOptions, check_head_dim
-from megatron_sb.validation import check_counts, check_finite, check_flag, check_number, head_dim_of
+from megatron_sb.validation import check_counts, check_finite, check_flag, check_integer, check_number, head_dim_of
 
 
 class StickBreakingConfig(PreTrainedConfig):
@@ -54,8 +54,8 @@ class StickBreakingConfig(PreTrainedConfig):
         pad_token_id, bos_token_id, eos_token_id: special tokens. Default None.
 
     Raises:
-        TypeError: if an option of the attention, a multiplier, an epsilon, qkv_bias, output_router_logits or
-            router_aux_loss_coef has a wrong type.
+        TypeError: if an option of the attention, a multiplier, an epsilon, qkv_bias, pad_token_id, output_router_logits
+            or router_aux_loss_coef has a wrong type.
         ValueError: if a size or a number of experts is not an int of at least 1, an option of the attention is out of
             range (see `megatron_sb.options.LayerOptions`), head_dim is not supported, sizes are not divisible as
             required, num_experts_per_tok is not in [1, num_experts], a multiplier is not finite, logits_scaling is 0,
@@ -126,6 +126,8 @@ class StickBreakingConfig(PreTrainedConfig):
         )  # this validates the options
         check_head_dim("head_dim", self.head_dim, extra_columns=self.logits == "euclidean")
         check_flag("qkv_bias", self.qkv_bias)
+        if self.pad_token_id is not None:  # torch's error, when the model is built, would not name it
+            check_integer("pad_token_id", self.pad_token_id)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads must divide num_attention_heads, {self.num_attention_heads}, got "

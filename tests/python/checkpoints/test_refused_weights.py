@@ -283,6 +283,21 @@ def test_a_wrong_value_in_a_config(kind, value, tmp_path):
     assert repr(value) in str(error.value) or value is None
 
 
+@pytest.mark.parametrize("kind", checkpoints.FORMATS)
+def test_a_token_that_is_no_number_in_a_config(kind, tmp_path):
+    folder = Folder(tmp_path, kind)
+    folder.configure("pad_token_id", "<pad>")
+    with pytest.raises(InputError, match=r"config\.json: pad_token_id must be an int, got '<pad>'"):
+        folder.load()
+
+
+def test_a_dtype_that_is_a_list_in_a_config(tmp_path):
+    folder = Folder(tmp_path, "huggingface")
+    folder.configure("dtype", [])
+    with pytest.raises(InputError, match=r"config\.json: "):
+        folder.load()
+
+
 @pytest.mark.parametrize("name", ["n_head", "n_layer", "n_embd", "vocab_size"])
 def test_a_missing_field_in_a_config(name, tmp_path):
     folder = Folder(tmp_path, "dolomite")

@@ -12,6 +12,7 @@ from megatron_sb import checkpoints, cli
 from megatron_sb.huggingface import without_positions
 from megatron_sb.megatron.integrity import CHECKSUMS
 from megatron_sb.megatron.weights import ATTENTION
+from megatron_sb.validation import InputError
 
 SIZES = {
     "vocab_size": 61,
@@ -77,6 +78,15 @@ def test_rotary_parameters_of_a_softmax_llama(rope, tmp_path):
     with pytest.raises(ValueError, match="swap_attention must be True"):
         checkpoints.load(source)
     assert checkpoints.load(source, swap_attention=True).config.hidden_size == 32
+
+
+@pytest.mark.parametrize("rope", ["x", 5, {"rope_type": []}], ids=str)
+def test_rotary_parameters_of_a_wrong_type(rope, tmp_path):
+    source = saved_llama(tmp_path / "llama")
+    fields = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(fields | {"rope_parameters": rope}))
+    with pytest.raises(InputError, match=r"config\.json: "):
+        checkpoints.load(source, swap_attention=True)
 
 
 def test_the_command_and_back(tmp_path, capsys):
