@@ -85,14 +85,19 @@ def run(options: argparse.Namespace) -> int:
         check_tokenizer(config.vocab_size)
     out, start = sweep.output_folder(options), time.monotonic()
     report = build(config, out / "bytes")
+    _write_report(report, out)  # one of an earlier build would not fit, if the tokenizer cannot be trained
     print(f"{report['kept']['bytes']:,} of {report['found']['bytes']:,} bytes kept in {time.monotonic() - start:.0f} s")
     if config.vocab_size is not None:
         start = time.monotonic()
         report["tokens"] = train_tokenizer(out / "bytes", config.vocab_size, out / "bpe")
         print(f"{sum(report['tokens'].values()):,} tokens in {time.monotonic() - start:.0f} s")
-    write_atomically(out / "report.json", json.dumps(report, indent=1) + "\n")
+        _write_report(report, out)
     print(f"See {out}/report.json.")
     return 0
+
+
+def _write_report(report: dict[str, Any], out: Path) -> None:
+    write_atomically(out / "report.json", json.dumps(report, indent=1) + "\n")
 
 
 def build(config: CorpusConfig, folder: Path) -> dict[str, Any]:

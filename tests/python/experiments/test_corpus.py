@@ -189,6 +189,19 @@ def test_a_vocabulary_that_is_too_large_for_the_text_is_an_error(config, tmp_pat
     assert len(json.loads((tmp_path / "bpe" / "tokenizer.json").read_text())["model"]["vocab"]) == most
 
 
+def test_the_report_is_of_the_bytes_beside_it(config, tmp_path, capsys):
+    """Also if their tokenizer cannot be trained. That of an earlier build was left."""
+    pytest.importorskip("tokenizers")
+    (tmp_path / "corpus.yaml").write_text(json.dumps(dataclasses.asdict(config) | {"vocab_size": 100_000}))
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "report.json").write_text("{}")
+    assert main(["experiment", "corpus", str(tmp_path / "corpus.yaml"), "--out", str(out)]) == 2
+    assert "vocab_size must be at most" in capsys.readouterr().err
+    report = json.loads((out / "report.json").read_text())
+    assert report["kept"]["documents"] == sum(map(len, texts_of(out / "bytes").values())) and "tokens" not in report
+
+
 def test_without_the_tokenizers_library_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"needs the module tokenizers, .* pip install 'megatron-sb\[huggingface\]'"):
