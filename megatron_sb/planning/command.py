@@ -97,9 +97,10 @@ def make_plans(
         (True, 'none')
     """
     if config.model.precision != "bf16":
+        device = " --set parallel.device=cuda" if config.parallel.device == "cpu" else ""  # which bf16 contradicts
         raise InputError(
             f"model.precision must be 'bf16' for a plan, got {config.model.precision!r}. "
-            "Add --set model.precision=bf16."
+            f"Add --set model.precision=bf16{device}."
         )
     if stage.loss != "tokens":
         raise InputError(

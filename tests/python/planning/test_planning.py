@@ -376,6 +376,7 @@ def test_other_stages_that_change_are_named(capsys):
         (["--gpus", "8", "--stage", "other"], "--stage 'pretrain' 'other'"),
         (["--gpus", "8", "--model", "softmax_rope"], "--model 'stick_breaking' 'softmax_rope'"),
         (["--gpus", "8", "--set", "model.precision=fp32"], "model.precision 'bf16' 'fp32'"),
+        (["--gpus", "8", "--set", "model.precision=fp32", "--set", "parallel.device=cpu"], "parallel.device=cuda"),
         (["--gpus", "8", "--set", "model.layers=3"], "model.layers 3"),
     ],
 )
