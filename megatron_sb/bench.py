@@ -246,7 +246,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--naive-max-length", 2048, "longest length for the naive version", type=int)
     add("--repeats", 5, "timed runs; their median is printed", type=int)
     add("--memory-length", 32768, "length at which peak memory is measured; 0 disables this", type=int)
-    parser.add_argument("--out", type=Path, help="folder for a plot (default: no plot)")
+    parser.add_argument("--out", help="folder for a plot (default: no plot)")
     parser.add_argument("--memory-worker", choices=("full", "randn"), help=argparse.SUPPRESS)
     return parser
 
@@ -268,6 +268,9 @@ def _parse(args: list[str] | None) -> argparse.Namespace:
         parser.error(f"{problem}.")
     if options.memory_length < 0:
         parser.error(f"--memory-length must be at least 0, got {options.memory_length}.")
+    if options.out == "":  # as of a shell's variable that is not set
+        parser.error("--out must be a folder, got ''.")
+    options.out = options.out and Path(options.out)
     return options
 
 

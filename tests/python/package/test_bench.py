@@ -115,6 +115,7 @@ def test_peak_memory_includes_an_allocation_of_the_backward(tmp_path):
         (["--lengths", "0"], "--lengths 1 0"),
         (["--lengths", "64", "-5"], "--lengths 1 -5"),
         (["--memory-length", "-1"], "--memory-length 0 -1"),
+        (["--out", ""], "--out folder ''"),
     ],
 )
 def test_bad_options_are_rejected_before_anything_is_measured(option, words, capsys):
