@@ -143,6 +143,7 @@ int choose_tile_rows(const ForwardParams& p, int most_rows, int multiprocessors)
         const auto keys = [&](int row) { return float(clamp_row(s.q_pos_minus_k_pos + row, 0, s.k_len)); };
         mean_time = ((keys(0) + keys(s.q_len)) / 2 + kKeysOfTile) / (keys(s.q_len) + kKeysOfTile);
     }
+    // At most. max_query_tiles() counts one more for a sequence of whole tiles, which would hide that they just fit.
     const auto tiles = [&](int rows) {
         return float((z.q_rows - 1) / rows + p.segments.size) * float(z.batch) * float(z.num_heads);
     };

@@ -5,8 +5,7 @@
 namespace megatron_sb::hopper {
 
 int64_t forward_workspace(const ForwardParams& params) {
-    constexpr int kSmallestQueryTile = 64;
-    return common::query_tiles_bytes(params.sizes, params.segments, kSmallestQueryTile);
+    return common::query_tiles_bytes(params.sizes, params.segments, common::kSmallestQueryTile);
 }
 
 void block_forward(const ForwardParams& given, void* stream_handle) {
