@@ -48,8 +48,11 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return found
 
 
-def check_output_folder(name: str, folder: Path) -> None:
+def check_output_folder(name: str, folder: str | Path) -> None:
     """Raise ValueError unless the folder can be written, or created. name: of the argument."""
+    if folder == "":  # as of a shell's variable that is not set; Path("") is the current folder
+        raise InputError(f"{name} must be a folder, got ''.")
+    folder = Path(folder)
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not place.is_dir():
         raise InputError(f"{name} must be a folder, got {str(folder)!r}, but {place} is a file.")

@@ -129,11 +129,9 @@ def output_folder(options: argparse.Namespace) -> Path:
     if path.is_dir():
         raise InputError(f"CONFIG must be a configuration file, got the folder {options.config}.")
     name = path.parent.name if path.name == "config.yaml" else path.stem
-    if options.out == "":  # as of a shell's variable that is not set
-        raise InputError("--out must be a folder, got ''.")
-    out = Path(options.out or Path("runs") / f"{options.experiment}-{name}")
+    out = Path("runs") / f"{options.experiment}-{name}" if options.out is None else options.out
     check_output_folder("--out", out)
-    return out
+    return Path(out)
 
 
 def train_all(

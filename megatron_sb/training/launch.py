@@ -106,9 +106,7 @@ def _check_modules(config: TrainingConfig) -> None:
 
 def _check_out(out: str) -> None:
     """Raise ValueError unless `out` can be the folder of a run."""
-    if not out:  # as of a shell's variable that is not set
-        raise InputError("--out must be a folder, got ''.")
-    check_output_folder("--out", Path(out))
+    check_output_folder("--out", out)
     try:
         out.encode()
     except UnicodeEncodeError:
