@@ -1,9 +1,20 @@
-"""Types for argparse that the benchmarks share. Each raises argparse.ArgumentTypeError for a wrong value."""
+"""Types and an option of argparse that benchmarks share. A type raises argparse.ArgumentTypeError for a wrong value."""
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+
+def add_modes(parser: argparse.ArgumentParser, modes: Sequence[str]) -> None:
+    """Add the option --modes: values of comm, some of `modes` and auto. The default is all of `modes`."""
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        choices=[*modes, "auto"],
+        default=list(modes),
+        help="values of comm (default: %(default)s)",
+    )
 
 
 def whole_number(least: int, multiple: int = 1) -> Callable[[str], int]:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-from arguments import seconds, whole_number
+from arguments import add_modes, seconds, whole_number
 from attention import draw_inputs, draw_lengths
 from exchanged_heads import exchanged_heads
 from peers import NAMES, Contender, contenders
@@ -33,8 +33,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import megatron_sb as sb
+from megatron_sb.planning.context_parallel import MODES
 
-MODES = ("p2p", "all_gather", "a2a")
 DOCUMENTS, SHORTEST, LONGEST = 27, 100, 16384
 HEAD_START_CYCLES = 3_000_000  # about 1.5 ms of device time, in which the host queues a call
 
@@ -281,8 +281,7 @@ def main() -> None:
         default=65536,
         help="tokens of the packed rows; 0 skips them (default: %(default)s)",
     )
-    modes = {"nargs": "+", "choices": [*MODES, "auto"], "default": list(MODES)}
-    add("--modes", **modes, help="values of comm (default: %(default)s)")
+    add_modes(parser, MODES)
     add("--graphs", action="store_true", help="also replay each dense call as a CUDA graph (default: off)")
     add("--no-peer", dest="peer", action="store_false", help="skip torch's context_parallel (default: off)")
     peers = {"nargs": "*", "choices": NAMES, "default": []}

@@ -14,7 +14,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from arguments import at_most_0, whole_number
+from arguments import add_modes, at_most_0, whole_number
 from attention import shift_logits
 from forked_ranks import run_forked
 from pictures import pyplot_for_files, record_or_draw
@@ -22,11 +22,11 @@ from timing import machine
 
 import megatron_sb as sb
 from megatron_sb import reference
+from megatron_sb.planning.context_parallel import MODES
 
 RESULTS = ("o", "dq", "dk", "dv")
 HEADS = 8
 LAYOUT = "zigzag"
-MODES = ("p2p", "all_gather", "a2a")
 
 
 def errors(results, exact) -> dict[str, float]:
@@ -142,13 +142,7 @@ def main() -> None:
         default=[-3.2, -11.0],
         help="mean logits, at most 0 (default: %(default)s)",
     )
-    recording.add_argument(
-        "--modes",
-        nargs="+",
-        choices=[*MODES, "auto"],
-        default=list(MODES),
-        help="values of comm (default: %(default)s)",
-    )
+    add_modes(recording, MODES)
     options = parser.parse_args()
     if getattr(options, "ranks", None) is not None and options.device != "cpu":
         parser.error(f"--ranks needs --device cpu, got --device {options.device}")

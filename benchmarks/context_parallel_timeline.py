@@ -13,13 +13,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from arguments import whole_number
+from arguments import add_modes, whole_number
 from attention import draw_inputs
-from context_parallel import MODES, calls_over, join_ranks
+from context_parallel import calls_over, join_ranks
 from pictures import pyplot_for_files, record_or_draw
 from timing import machine
 
 import megatron_sb as sb
+from megatron_sb.planning.context_parallel import MODES
 
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 TRANSFERS, COMPUTE, REST = "NCCL", "block kernels", "the rest"
@@ -121,13 +122,7 @@ def main() -> None:
         default=[16384, 65536],
         help="sequence lengths (default: %(default)s)",
     )
-    recording.add_argument(
-        "--modes",
-        nargs="+",
-        choices=[*MODES, "auto"],
-        default=list(MODES),
-        help="values of comm (default: %(default)s)",
-    )
+    add_modes(recording, MODES)
     drawing.add_argument(
         "--length", type=whole_number(1), default=65536, help="the length to draw (default: %(default)s)"
     )
