@@ -45,6 +45,8 @@ parser.add_argument("part", nargs="?", default="1/1", help="part of the cases, s
 parser.add_argument("--fill", action="store_true", help="fill new tensors and workspaces with NaN")
 OPTIONS = parser.parse_args()
 PART, PARTS = map(int, OPTIONS.part.split("/"))
+if not OPTIONS.fill:  # a launch that fails is then an error of this launch, which names the waits of the kernel
+    os.environ.setdefault("CUDA_LAUNCH_BLOCKING", "1")
 
 
 def of_this_part(generated):
