@@ -57,3 +57,7 @@ def __getattr__(name: str):
         raise AttributeError(f"module 'megatron_sb' has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBMODULES, "__version__"})

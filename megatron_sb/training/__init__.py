@@ -23,3 +23,7 @@ def __getattr__(name: str):
 
         return load_run
     raise AttributeError(f"module 'megatron_sb.training' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -29,6 +29,15 @@ def test_version_and_torch_are_those_of_the_build():
     assert library.library_path().parent.name == "torch{}.{}".format(*torch_version.major_minor(built_with))
 
 
+@pytest.mark.parametrize("package", ["megatron_sb", "megatron_sb.megatron", "megatron_sb.training"])
+def test_dir_lists_public_names_before_their_first_use(package):
+    program = (
+        f"import {package} as package; print(*{{*package.__all__}} - {{*dir(package)}}, '__doc__' in dir(package))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert run.stdout.split() == ["True"]
+
+
 def test_library_has_no_python_symbol():
     symbols = subprocess.run(["nm", "-D", library.library_path()], check=True, capture_output=True, text=True).stdout
     assert "block_forward" in symbols
