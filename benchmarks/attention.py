@@ -426,12 +426,14 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(args)
     if not on_gpu() and not options.dry_run:
         parser.error("torch sees no GPU. Use --dry-run to try this script at toy sizes.")
-    measured = sorted(set().union(*(LENGTHS_OF.get(row, ()) for row in options.rows)))
-    if not set(options.lengths or ()) <= set(measured):
+    rows, measured = " ".join(options.rows), sorted(set().union(*(LENGTHS_OF.get(row, ()) for row in options.rows)))
+    if options.lengths and not measured:
         parser.error(
-            f"--lengths must be some of {measured or 'no length'} with --rows {' '.join(options.rows)}, got "
-            f"{options.lengths}"
+            f"--lengths selects from the rows {', '.join(LENGTHS_OF)}, got --rows {rows}. Leave out --lengths to "
+            "measure every length of these rows."
         )
+    if not set(options.lengths or ()) <= set(measured):
+        parser.error(f"--lengths must be some of {measured} with --rows {rows}, got {options.lengths}")
     options.contenders = ["ours", *options.peers]
     return options
 

@@ -164,11 +164,18 @@ def test_notes_of_the_portable_kernels_are_in_the_record(run, attention, monkeyp
     assert record["notes"] == ["ours, portable cannot run portable forward: no memory"]
 
 
-@pytest.mark.parametrize("row", ["dense", "skip", "varlen"])
+@pytest.mark.parametrize("row", ["dense", "skip"])
 def test_a_length_that_no_row_has_is_an_error(attention, capsys, row):
     with pytest.raises(SystemExit):
         attention.main([*FAST, "--rows", row, "--lengths", "8192"])
-    what = "no length" if row == "varlen" else r"\[4096, 16384, 65536\]"
-    message = rf"--lengths must be some of {what} with --rows {row}, got \[8192\]"
+    message = rf"--lengths must be some of \[4096, 16384, 65536\] with --rows {row}, got \[8192\]"
     assert re.search(message, capsys.readouterr().err)
     assert attention.parse([*FAST, "--rows", row, "kv_heads", "--lengths", "8192"]).lengths == [8192]
+
+
+@pytest.mark.parametrize("rows", ["varlen", "heads portable"])
+def test_lengths_of_rows_without_a_choice_of_lengths_are_an_error(attention, capsys, rows):
+    with pytest.raises(SystemExit):
+        attention.main([*FAST, "--rows", *rows.split(), "--lengths", "4096"])
+    message = rf"--lengths selects from the rows dense, kv_heads, skip, got --rows {rows}\. Leave out --lengths"
+    assert re.search(message, capsys.readouterr().err)
