@@ -54,6 +54,8 @@ def input_file(text: str) -> Path:
 
 def output_folder(text: str) -> Path:
     """Return the path of a folder, and create it."""
+    if not text:  # as of a shell's variable that is not set; Path("") is the current folder
+        raise argparse.ArgumentTypeError("must be a folder that can be created, got ''")
     try:
         Path(text).mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -33,17 +33,20 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=600, help="training steps of each model (default: %(default)s)")
 parser.add_argument("--batch", type=int, default=32, help="sequences in a step (default: %(default)s)")
 parser.add_argument("--length", type=int, default=64, help="tokens in a training sequence (default: %(default)s)")
-parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="output folder (default: %(default)s)")
+parser.add_argument("--out", default="runs/quickstart", help="output folder (default: %(default)s)")
 options = parser.parse_args()
 if options.length < 8 or options.length % 8:  # a quarter of it must begin with a letter, too
     parser.error(f"--length must be a multiple of 8, got {options.length}")
 for name in ("steps", "batch"):
     if getattr(options, name) < 1:
         parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
+if not options.out:  # as of a shell's variable that is not set; Path("") is the current folder
+    parser.error("--out must be a folder, got ''")
+out = Path(options.out)
 try:
-    options.out.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
 except OSError as error:
-    parser.error(f"--out must be a folder that can be created, got {str(options.out)!r}: {error.strerror}")
+    parser.error(f"--out must be a folder that can be created, got {options.out!r}: {error.strerror}")
 
 
 # %% The data
@@ -146,7 +149,7 @@ results: dict[str, list[float]] = {}
 for kind, model in models.items():
     with torch.no_grad():
         results[kind] = [digit_losses(model, held_out[:, -n:])[:, -8:].mean().item() for n in lengths]
-(options.out / "results.json").write_text(json.dumps({"lengths": lengths, **results}, indent=2) + "\n")
+(out / "results.json").write_text(json.dumps({"lengths": lengths, **results}, indent=2) + "\n")
 print("context        ", *(f"{n:6d}" for n in lengths))
 for kind, losses in results.items():
     print(f"{kind:15}", *(f"{loss:6.3f}" for loss in losses))
@@ -159,7 +162,7 @@ axes.set(xscale="log", xlabel="context (tokens)", ylabel="negative log-likelihoo
 axes.set_xticks(lengths, [str(n) for n in lengths], minor=False)
 axes.minorticks_off()
 axes.legend()
-figure.savefig(options.out / "likelihood_by_length.png", dpi=120, bbox_inches="tight")
+figure.savefig(out / "likelihood_by_length.png", dpi=120, bbox_inches="tight")
 
 
 # %% The attention: the weights of the last layer on one short sequence
@@ -193,5 +196,5 @@ for row, kind in zip(grid, models, strict=True):
         axes.set(title=f"{kind}, last layer, head {head}", xlabel="key", ylabel="query")
         axes.set_xticks(range(len(text)), text, fontsize=6)
         axes.set_yticks(range(len(text)), text, fontsize=6)
-figure.savefig(options.out / "attention.png", dpi=120, bbox_inches="tight")
-print(f"see {options.out}/likelihood_by_length.png and {options.out}/attention.png")
+figure.savefig(out / "attention.png", dpi=120, bbox_inches="tight")
+print(f"see {out}/likelihood_by_length.png and {out}/attention.png")

@@ -32,6 +32,7 @@ def test_quickstart_writes_its_pictures(tmp_path, monkeypatch):
         ("--steps 0", "--steps 1 0"),
         ("--batch 0", "--batch 1 0"),
         (f"--out {__file__}", "--out folder test_quickstart.py"),  # before it trains
+        ("--out=", "--out folder ''"),  # as of a shell's variable that is not set
     ],
 )
 def test_options_that_the_script_cannot_use(option, words, monkeypatch, capsys):

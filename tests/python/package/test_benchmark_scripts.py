@@ -58,6 +58,13 @@ def test_files_are_checked_before_anything_is_measured(script, monkeypatch, tmp_
         assert "argument --json: must be a file that can be written" in capsys.readouterr().err
 
 
+def test_an_empty_output_folder_is_an_error(script, monkeypatch, tmp_path):
+    """Path("") is the current folder."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(argparse.ArgumentTypeError, match="must be a folder that can be created, got ''"):
+        script("arguments").output_folder("")
+
+
 def _suite_step(verdict: str):
     def run(step, options):
         step.verdict = verdict
