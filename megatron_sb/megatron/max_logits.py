@@ -52,6 +52,8 @@ def largest_logits(
     if positions is None:
         positions = torch.arange(num_keys - rows, num_keys)
     first, end = _keys_of(positions, attend_current, cu_seqlens)
+    if scale < 0:  # so that the largest product has the largest logit
+        query, scale = -query, -scale
     query = query.unflatten(2, (groups, heads // groups)).permute(0, 2, 3, 1, 4)  # (b, g, h / g, s, d)
     key = key.permute(0, 2, 3, 1)  # (b, g, d, s_k)
     largest = torch.zeros(groups, heads // groups, device=query.device)

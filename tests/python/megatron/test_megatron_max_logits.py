@@ -52,6 +52,12 @@ def test_documents(max_logits_of_a_block, monkeypatch):
     torch.testing.assert_close(core.current_max_attn_logits, expected)
 
 
+def test_a_negative_scale():
+    q, k, _ = (x[None] for x in make_qkv(20))
+    expected = brute_force(-q, k, [(0, 20)], False)
+    torch.testing.assert_close(max_logits.largest_logits(q, k, scale=-(CHANNELS**-0.5)), expected)
+
+
 def test_gates_and_reach_are_left_out():
     q, k, v = make_qkv(20, 1)
     plain, core = make_core(), make_core(forget_gate=True, reach=(0.5, 6.0))
