@@ -44,8 +44,8 @@ def sb_attn(
         attend_current: whether a query also attends to the key at its own position. Default False.
 
     Returns:
-        out: (b, h, s, d_v) in q's dtype, contiguous if q is contiguous.
-        rem: (b, h, s) in q's dtype, the mass.
+        out: (b, h, s, d_v) in q's dtype, under autocast in that of autocast. Contiguous if q is contiguous.
+        rem: (b, h, s) in the dtype of out, the mass.
 
     Raises:
         TypeError: if an argument has a wrong type.
@@ -68,7 +68,7 @@ def sb_attn(
         attend_current=attend_current,
         return_mass=True,
     )
-    return _in_layout_of(q, out[..., : v.shape[-1]].transpose(1, 2)), mass.to(q.dtype)
+    return _in_layout_of(q, out[..., : v.shape[-1]].transpose(1, 2)), mass.to(out.dtype)
 
 
 def sb_attn_varlen(
@@ -94,8 +94,8 @@ def sb_attn_varlen(
         attend_current: whether a query also attends to the key at its own position. Default False.
 
     Returns:
-        out: (h, t, d_v) in q's dtype, contiguous if q is contiguous.
-        rem: (h, t) in q's dtype, the mass.
+        out: (h, t, d_v) in q's dtype, under autocast in that of autocast. Contiguous if q is contiguous.
+        rem: (h, t) in the dtype of out, the mass.
 
     Raises:
         TypeError: if an argument has a wrong type.
@@ -124,7 +124,7 @@ def sb_attn_varlen(
         attend_current=attend_current,
         return_mass=True,
     )
-    return _in_layout_of(q, out[..., : v.shape[-1]].transpose(0, 1)), mass.to(q.dtype)
+    return _in_layout_of(q, out[..., : v.shape[-1]].transpose(0, 1)), mass.to(out.dtype)
 
 
 def parallel_stickbreaking_attn(
@@ -147,8 +147,8 @@ def parallel_stickbreaking_attn(
             b must be 1. Default None: no packing.
 
     Returns:
-        o: (b, t, h, d_v) in q's dtype, contiguous.
-        rem: (b, t, h) in q's dtype, the mass.
+        o: (b, t, h, d_v) in q's dtype, under autocast in that of autocast. Contiguous.
+        rem: (b, t, h) in the dtype of o, the mass.
 
     Raises:
         TypeError: if an argument has a wrong type.
@@ -179,7 +179,7 @@ def parallel_stickbreaking_attn(
     else:
         packed = stickbreaking_attention_varlen(*(x[0] for x in padded), _as_int32(cu_seqlens), **options)
         out, mass = (x[None] for x in packed)
-    return out[..., : v.shape[-1]].contiguous(), mass.transpose(1, 2).to(q.dtype).contiguous()
+    return out[..., : v.shape[-1]].contiguous(), mass.transpose(1, 2).to(out.dtype).contiguous()
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, shape: str) -> None:

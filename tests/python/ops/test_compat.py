@@ -47,6 +47,14 @@ def test_sb_attn(head_dim, attend_current):
     assert_accurate(run(sb_attn, x, attend_current=attend_current), x, attend_current=attend_current)
 
 
+@pytest.mark.parametrize("function", [sb_attn, sb_attn_varlen, parallel_stickbreaking_attn])
+def test_both_results_have_the_dtype_of_autocast(function):
+    q, k, v = (torch.randn(20, 3, 16) if function is sb_attn_varlen else torch.randn(1, 20, 3, 16) for _ in range(3))
+    packing = (torch.tensor([0, 3], dtype=torch.int32), 3) if function is sb_attn_varlen else ()
+    with torch.autocast(q.device.type, dtype=torch.bfloat16):
+        assert [x.dtype for x in function(q, k, v, *packing)] == [torch.bfloat16, torch.bfloat16]
+
+
 def test_sb_attn_in_bf16():
     """out and rem have the dtype of q. out has the strides of q, because users call view() on it."""
     x = bhsd(make_inputs(b=2, s=70, h=3, d=50, dtype=torch.bfloat16))
