@@ -72,6 +72,8 @@ def main() -> int:
     parser.add_argument("tests", metavar="TESTS", help="file or folder with tests of a published package")
     parser.add_argument("more", nargs=argparse.REMAINDER, metavar="...", help="more of them, and options of pytest")
     arguments = parser.parse_args()
+    if not arguments.tests:  # as of a shell's variable that is not set; pytest would run the tests of this folder
+        parser.error("TESTS must be a file or folder with tests, got ''")
     redirection = Redirection()
     # Ignore this repository's pytest settings: the published tests define their own markers.
     options = ["-c", os.devnull, "-q", "-p", "no:cacheprovider", "-W", "ignore"]

@@ -58,13 +58,6 @@ def test_files_are_checked_before_anything_is_measured(script, monkeypatch, tmp_
         assert "argument --json: must be a file that can be written" in capsys.readouterr().err
 
 
-def test_an_empty_output_folder_is_an_error(script, monkeypatch, tmp_path):
-    """Path("") is the current folder."""
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(argparse.ArgumentTypeError, match="must be a folder that can be created, got ''"):
-        script("arguments").output_folder("")
-
-
 def _suite_step(verdict: str):
     def run(step, options):
         step.verdict = verdict
@@ -165,7 +158,9 @@ def test_errors_of_context_parallelism_need_ranks(script, monkeypatch, tmp_path,
         ("data_start", "OUT --documents 10", "argument --documents: must be a whole number and at least 1000, got 10"),
         ("data_start", "FILE", "argument FOLDER: must be a folder that can be created"),
         ("gpu_suite", "--out FILE", "argument --out: must be a folder that can be created"),
+        ("gpu_suite", "--out EMPTY", "argument --out: must be a folder that can be created, got ''"),
         ("published_tests", "", "arguments are required: TESTS"),
+        ("published_tests", "EMPTY", "TESTS must be a file or folder with tests, got ''"),
         ("training", "CONFIG --kernels 3", "--kernels needs a GPU"),
         ("training_layouts", "record OUT --layouts CP2", "torch sees no GPU"),
     ],
@@ -175,7 +170,7 @@ def test_wrong_arguments_are_named(script, name, args, message, monkeypatch, tmp
     if name == "training":
         pytest.importorskip("megatron", reason="[train] is not installed")
     (tmp_path / "file").touch()
-    paths = {"OUT": str(tmp_path / "out"), "FILE": str(tmp_path / "file")}
+    paths = {"OUT": str(tmp_path / "out"), "FILE": str(tmp_path / "file"), "EMPTY": ""}
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr("sys.argv", [f"{name}.py", *(paths.get(word, word) for word in args.split())])
