@@ -212,6 +212,7 @@ void check_block(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
     TORCH_CHECK_VALUE(!options.bias_columns || q.sym_size(3) > int64_t(kBiasColumns),
                       "q: head_dim must be more than the ", kBiasColumns, " columns of biases, got ", q.sym_size(3));
     if (segments.has_value()) {
+        check_defined("segments", *segments);
         TORCH_CHECK_TYPE(segments->scalar_type() == at::kInt, "segments: dtype must be int32, got ",
                          segments->scalar_type());
         TORCH_CHECK_VALUE(segments->dim() == 2 && segments->sym_size(1) == kSegmentFields,

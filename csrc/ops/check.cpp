@@ -9,13 +9,18 @@
 
 namespace megatron_sb::ops {
 
-void check_rank(const char* name, const at::Tensor& x, int64_t rank, const char* shape) {
+void check_defined(const char* name, const at::Tensor& x) {
     TORCH_CHECK_VALUE(x.defined(), name, " must be a tensor, got an undefined one.");
+}
+
+void check_rank(const char* name, const at::Tensor& x, int64_t rank, const char* shape) {
+    check_defined(name, x);
     TORCH_CHECK_VALUE(x.dim() == rank, name, " must have ", rank, rank == 1 ? " dimension, " : " dimensions, ", shape,
                       ", got ", x.dim());
 }
 
 void check_dtype(const char* name, const at::Tensor& x) {
+    check_defined(name, x);
     const at::ScalarType type = x.scalar_type();
     TORCH_CHECK_TYPE(type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf, name,
                      ": dtype must be float32, float64, bfloat16 or float16, got ", type);
@@ -101,6 +106,7 @@ void check_options(const Options& options) {
 }
 
 void check_cu_seqlens_form(const char* name, const at::Tensor& cu_seqlens, const at::Tensor& q) {
+    check_defined(name, cu_seqlens);
     TORCH_CHECK_TYPE(cu_seqlens.scalar_type() == at::kInt, name, ": dtype must be int32, got ",
                      cu_seqlens.scalar_type());
     check_rank(name, cu_seqlens, 1, "(documents + 1,)");
@@ -121,6 +127,7 @@ void check_cu_seqlens_values(const char* name, const at::Tensor& cu_seqlens, int
 
 void check_row_values(const char* name, const at::Tensor& values, const at::Tensor& x, const char* x_name,
                       at::ScalarType dtype) {
+    check_defined(name, values);
     TORCH_CHECK_TYPE(values.scalar_type() == dtype, name, ": dtype must be ", dtype, ", got ", values.scalar_type());
     check_device(name, values, x, x_name);
     const bool packed = x.dim() == 3;

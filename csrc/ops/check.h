@@ -20,6 +20,8 @@ decltype(auto) with_value_errors(const F& f) {
     }
 }
 
+// x is a tensor. Callers from C++ can pass an undefined one, also as an optional tensor.
+void check_defined(const char* name, const at::Tensor& x);
 // x has `rank` dimensions; `shape` names them.
 void check_rank(const char* name, const at::Tensor& x, int64_t rank, const char* shape);
 void check_dtype(const char* name, const at::Tensor& x);

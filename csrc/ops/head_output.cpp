@@ -266,6 +266,8 @@ class HeadOutput : public torch::autograd::Function<HeadOutput> {
 
 OneTensor head_output(const Arguments& arguments) {
     HeadOutputCall in = read_call(arguments);
+    check_defined("o", in.o);
+    if (in.mass.has_value()) check_defined("mass", *in.mass);
     TORCH_CHECK_VALUE(in.o.dim() == 3 || in.o.dim() == 4,
                       "o must have 4 dimensions, (b, s, h, d), or 3 if packed, (t, h, d), got ", in.o.dim());
     TORCH_CHECK_VALUE(!in.mass.has_value() || in.mass->dim() == in.o.dim() - 1, "mass must have ", in.o.dim() - 1,

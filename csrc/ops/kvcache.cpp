@@ -65,6 +65,7 @@ struct KvCacheCall {
 // ---- checks, which also accept symbolic sizes
 // x is int32 on the device of q, with one entry or row for each sequence.
 void check_int32(const char* name, const at::Tensor& x, int64_t rank, const KvCacheCall& in) {
+    check_defined(name, x);
     TORCH_CHECK_TYPE(x.scalar_type() == at::kInt, name, ": dtype must be int32, got ", x.scalar_type());
     check_device(name, x, in.q, in.q_name);
     check_rank(name, x, rank, rank == 1 ? "(b,)" : "(b, max_blocks)");

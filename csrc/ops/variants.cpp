@@ -124,6 +124,7 @@ void check_heads(const char* name, const at::Tensor& x) {
 void check_values(const char* name, const OptionalTensor& values, const char* what, const char* like_name,
                   const at::Tensor& like) {
     if (!values.has_value()) return;
+    check_defined(name, *values);
     const at::ScalarType type = like.scalar_type(), wide = accumulation_type(like);
     TORCH_CHECK_TYPE(values->scalar_type() == type || values->scalar_type() == wide, name, ": dtype must be ", type,
                      " as in ", like_name, type == wide ? "" : c10::str(" or ", wide), ", got ", values->scalar_type());

@@ -156,5 +156,33 @@ TEST(Attention, UndefinedTensorsAndPlansAreErrors) {
     EXPECT_THROW(context_parallel_attention(q, q, q, {}), c10::ValueError);
 }
 
+TEST(Attention, ErrorsNameAnUndefinedOptionalTensor) {
+    const at::Tensor q = at::randn({1, 8, 2, 16}), cu_seqlens = at::tensor({0, 8}, at::kInt);
+    const auto message = [](const auto& call) {
+        try {
+            call();
+        } catch (const c10::ValueError& error) {
+            return std::string(error.what());
+        }
+        return std::string("no error");
+    };
+    const std::pair<const char*, std::optional<at::Tensor> AttentionOptions::*> members[] = {
+        {"forget_gate", &AttentionOptions::forget_gate},
+        {"query_bias", &AttentionOptions::query_bias},
+        {"key_bias", &AttentionOptions::key_bias}};
+    for (const auto& [name, member] : members) {
+        AttentionOptions options;
+        options.*member = at::Tensor();
+        const std::string got = message([&] { stickbreaking_attention(q, q, q, options); });
+        EXPECT_TRUE(mentions(got, name)) << got;
+        EXPECT_TRUE(mentions(got, "tensor undefined")) << got;
+    }
+    const auto packed = [&](const at::Tensor& offsets, const std::optional<at::Tensor>& offsets_of_keys) {
+        return message([&] { stickbreaking_attention_varlen(q[0], q[0], q[0], offsets, offsets_of_keys); });
+    };
+    EXPECT_TRUE(mentions(packed(at::Tensor(), std::nullopt), "cu_seqlens undefined"));
+    EXPECT_TRUE(mentions(packed(cu_seqlens, at::Tensor()), "cu_seqlens_k undefined"));
+}
+
 }  // namespace
 }  // namespace megatron_sb
