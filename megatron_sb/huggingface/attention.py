@@ -46,7 +46,7 @@ REQUIRED_VALUES = dict.fromkeys(
     ("sliding_window", "softcap", "s_aux", "sinks", "position_bias", "head_mask", "indices", "block_indices")
 )
 # Options of StickBreakingConfig that this function would ignore in another configuration, and the supported value.
-REQUIRED_OPTIONS = {"reach": None, "logits": "dot"}
+REQUIRED_OPTIONS = {"reach": None, "logits": "dot", "forget_gate": False, "remainder_bias": False, "head_norm": False}
 
 
 def register() -> None:
@@ -127,7 +127,7 @@ def attention_forward(
 
     Raises:
         ValueError: if the call needs positions, dropout, a sliding window, a soft cap, sinks, a selection of keys,
-            attention to newer keys, or output_attentions, or the configuration has `reach` or `logits`.
+            attention to newer keys, or output_attentions, or the configuration has an option of REQUIRED_OPTIONS.
     """
     check_positions(module)
     _require(dropout == 0, "dropout", dropout, "0")

@@ -278,7 +278,16 @@ def test_options_of_the_configuration():
     assert reloaded.attend_current and reloaded.rope_parameters["rope_type"] == attention.NO_ROTATION
 
 
-@pytest.mark.parametrize(("option", "value"), [("reach", (0.5, 10.0)), ("logits", "euclidean")])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("reach", (0.5, 10.0)),
+        ("logits", "euclidean"),
+        ("forget_gate", True),
+        ("remainder_bias", True),
+        ("head_norm", True),
+    ],
+)
 def test_options_that_only_our_decoder_has(option, value):
     model, required = make_model(without_rotation(**{option: value})), attention.REQUIRED_OPTIONS[option]
     with pytest.raises(ValueError, match=mentions(f"{option} configuration {required} {value!r}")):
