@@ -159,6 +159,7 @@ class Swap:
             raise InputError(f"--shares must be above 0 and at most 1, got {options.shares}.")
         if not all(0 < factor < math.inf for factor in options.rate_factors):
             raise InputError(f"--rate-factors must be above 0 and finite, got {options.rate_factors}.")
+        sweep.check_jobs(options.jobs, [self.config])  # the base is trained without it, for hours
         sweep.check_numbers("--shares", options.shares)
         sweep.check_numbers("--rate-factors", options.rate_factors)
         if not 0 < options.layers_share < 1:

@@ -123,6 +123,21 @@ def check_numbers(option: str, numbers: Iterable[float]) -> None:
             raise InputError(f"{option} must be numbers that differ in six digits, got {other} and {text}.")
 
 
+def check_jobs(jobs: int, configs: Iterable[TrainingConfig]) -> None:
+    """Raise ValueError unless runs of these configurations can be trained `jobs` at a time.
+
+    Runs at a time have one GPU each. Those that need more would silently use the CPU.
+    """
+    if jobs < 1:
+        raise InputError(f"--jobs must be at least 1, got {jobs}.")
+    ranks = max((config.parallel.ranks for config in configs if config.parallel.device != "cpu"), default=1)
+    if jobs > 1 and ranks > 1 and _count_gpus():
+        raise InputError(
+            f"parallel.ranks must be 1 with --jobs {jobs}, because each run then has one GPU, got {ranks}. Use "
+            "--jobs 1, or parallel.device=cpu."
+        )
+
+
 def output_folder(options: argparse.Namespace) -> Path:
     """Return the output folder: --out, or runs/EXPERIMENT-CONFIG. For RUN/config.yaml, CONFIG is the name of RUN."""
     path = Path(options.config).absolute()
@@ -165,12 +180,10 @@ def train_all(
         SweepStopped: a run failed, a signal arrived, or the time limit was reached. The other runs have saved, unless a
             second signal stopped them.
     """
-    if jobs < 1:
-        raise InputError(f"--jobs must be at least 1, got {jobs}.")
     if len({trial.name for trial in trials}) < len(trials):
         raise InputError(f"trials must have different names, got {[trial.name for trial in trials]}.")
     configs = [_checked_config(config_path, trial, out) for trial in trials]
-    _check_gpus(configs, jobs)
+    check_jobs(jobs, configs)
     out.mkdir(parents=True, exist_ok=True)
     received: list[int] = []
     with (
@@ -316,16 +329,6 @@ def _checked_config(config_path: str, trial: Trial, out: Path) -> TrainingConfig
     else:
         refuse_results(folder)
     return config
-
-
-def _check_gpus(configs: Sequence[TrainingConfig], jobs: int) -> None:
-    """Raise ValueError if runs at a time, which have one GPU each, need more. They would silently use the CPU."""
-    ranks = max((config.parallel.ranks for config in configs if config.parallel.device != "cpu"), default=1)
-    if jobs > 1 and ranks > 1 and _count_gpus():
-        raise InputError(
-            f"parallel.ranks must be 1 with --jobs {jobs}, because each run then has one GPU, got {ranks}. Use "
-            "--jobs 1, or parallel.device=cpu."
-        )
 
 
 def _command(config_path: str, trial: Trial, folder: Path) -> list[str]:

@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
     """
     limit = sweep.limit_of(options)
     verdict = Verdict(options, sweep.output_folder(options))
-    verdict.check_runs()
+    verdict.check_runs(options.jobs)
     try:
         verdict.train(options.jobs, limit)
     except sweep.SweepStopped:
@@ -178,12 +178,15 @@ class Verdict:
                 raise InputError(f"--recall must be a configuration with data.kind 'recall', got {self._recall_path}.")
             self.recall_rates = tuple(dict.fromkeys(options.learning_rates or _rates_around(recall)))
 
-    def check_runs(self) -> None:
+    def check_runs(self, jobs: int) -> None:
         """Check what only later runs need. Otherwise the first of them would fail after hours.
 
+        Args:
+            jobs: runs at a time. The first runs, which measure the speed, do not use it.
+
         Raises:
-            ValueError: the configuration of a run is invalid, or a file that only final runs read is missing or
-                damaged.
+            ValueError: the configuration of a run is invalid, a file that only final runs read is missing or damaged,
+                or jobs is invalid.
         """
         for arm in self.arms:
             for rate in self.rates:
@@ -199,6 +202,7 @@ class Verdict:
                         f"--test-paths must be prefixes of data sets, got {prefix!r}: {path} is missing."
                     )
         load_pairs(self.config.evaluation.sentence_pairs)
+        sweep.check_jobs(jobs, [run.config for run in self._runs.values()])
 
     def train(self, jobs: int, limit: sweep.TimeLimit) -> None:
         """Train until no run is left. Raise `sweep.SweepStopped` if a run fails, or a signal or the limit ends it."""

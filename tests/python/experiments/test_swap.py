@@ -154,6 +154,7 @@ YARN_ONLY = "attention.softmax_rope.evaluated_scalings=[yarn]"
     [
         (["--arms", "softmax_rope"], [], "--arms must name entries of attention of other kinds .* got 'softmax_rope'"),
         (["--shares", "0"], [], r"--shares must be above 0 and at most 1, got \[0.0\]"),
+        (["--jobs", "0"], [], "--jobs must be at least 1, got 0"),
         (["--rate-factors", "0"], [], "--rate-factors must be above 0"),
         (["--rate-factors", "nan"], [], "--rate-factors must be above 0 and finite"),
         (["--rate-factors", "1", "1.0000001"], [], "--rate-factors must be numbers that differ in six digits"),

@@ -288,6 +288,7 @@ def test_invalid_options(words, message, tmp_path):
         (["--recall", RECALL, "--learning-rates", "1e-3"], ["attention.stick_breaking.reach=[0.5, 9.0]"], None),
         (["--test-paths", "here/test", "here/tset"], ["data=DATA"], r"--test-paths must .* got 'here/tset': .*\.bin"),
         ([], ["evaluation.sentence_pairs=[pairs.jsonl]"], r"sentence_pairs must be files, got 'pairs\.jsonl'"),
+        (["--jobs", "0"], [], "--jobs must be at least 1, got 0"),
     ],
 )
 def test_later_runs_are_checked_before_the_first_one(words, fields, message, monkeypatch, tmp_path):
