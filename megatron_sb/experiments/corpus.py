@@ -80,6 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Build the corpus and write the report. Return the exit status."""
+    from megatron_sb.training.rank import silence_warnings
+
+    silence_warnings()
     config = load_fields(CorpusConfig, options.config, options.set)
     if config.vocab_size is not None:
         check_tokenizer(config.vocab_size)
@@ -309,7 +312,8 @@ def _labels(side: str, project: str, path: str) -> dict[str, str]:
 
 
 def _has_text(report: dict[str, Any], side: str) -> bool:
-    return side in report["sides"] and report["sides"][side]["kept"]["documents"] > 0
+    sides = report.get("sides", {})  # absent without any project
+    return side in sides and sides[side]["kept"]["documents"] > 0
 
 
 def _versions(config: CorpusConfig) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import subprocess
 import sys
 
 import numpy as np
@@ -146,6 +147,7 @@ def test_the_trainer_reads_the_same_result_of_two_builds(config, tmp_path):
         ({"exclude": ("a/b",), "paths": ()}, "^exclude must have patterns of names, without '/', got 'a/b'"),
         ({"paths": ("nowhere",)}, "got 'nowhere', which names no file"),
         ({"distributions": ("pack_1",), "paths": ()}, "must have text for every side, got none for"),
+        ({"distributions": (), "paths": ()}, "got none for train, validation, test from 0 projects"),
         ({"test_fraction": 0.7}, "must be less than 1, got 0.3 \\+ 0.7"),
     ],
 )
@@ -200,6 +202,17 @@ def test_the_report_is_of_the_bytes_beside_it(config, tmp_path, capsys):
     assert "vocab_size must be at most" in capsys.readouterr().err
     report = json.loads((out / "report.json").read_text())
     assert report["kept"]["documents"] == sum(map(len, texts_of(out / "bytes").values())) and "tokens" not in report
+
+
+def test_the_command_prints_its_error_alone(tmp_path):
+    """No warnings of Megatron-Core, which a new process imports."""
+    (tmp_path / "corpus.yaml").write_text("distributions: [no-such-pack]\n")
+    command = [sys.executable, "-m", "megatron_sb.cli", "experiment", "corpus", str(tmp_path / "corpus.yaml")]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 2
+    assert process.stderr == (
+        "megatron-sb: distributions must be installed, got 'no-such-pack'. Install it, or leave it out.\n"
+    )
 
 
 def test_without_the_tokenizers_library_the_error_names_the_extra(monkeypatch):
