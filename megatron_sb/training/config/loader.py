@@ -162,9 +162,16 @@ def _parse(text: str, source: str) -> Any:
     try:
         return _unshared(yaml.load(text, Loader=_Loader))
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not valid YAML: {error}") from error
+        raise ConfigError(f"{source} is not valid YAML: {_in_one_line(error)}") from error
     except RecursionError:
         raise ConfigError(f"{source} holds a YAML anchor inside itself. It must be a tree of fields.") from None
+
+
+def _in_one_line(error: yaml.YAMLError) -> str:
+    """Return where the YAML is wrong and why, without the lines of text around it."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
+    return " ".join(str(error).split())
 
 
 def _unshared(value: Any) -> Any:

@@ -505,7 +505,9 @@ def test_softmax_models_have_context_parallelism(comm):
     ("text", "message"),
     [
         ("name: a\nname: b\n", "field name is given twice in the mapping that starts at line 1"),
-        ("name: [", "is not valid YAML"),
+        ("a: 1\nname: [", r"is not valid YAML: line 2, column 8: expected the node content.*'<stream end>'$"),
+        ("name: a\n\tseed: 1\n", r"is not valid YAML: line 2, column 1: found character '\\t' .*$"),
+        ("name: \0", "is not valid YAML: unacceptable character #x0000: .*position 6$"),
         ("name: 2024-13-45", "not a timestamp: month must be"),
         ("name: !!int x", "not a int: invalid literal"),
         ("? [1]\n: 2", "is not valid YAML"),
