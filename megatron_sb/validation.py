@@ -26,6 +26,19 @@ class MissingFileError(InputError, FileNotFoundError):
     """A file or folder that the user named does not exist."""
 
 
+def message_of(error: Exception) -> str:
+    """Return the message of an error. That of the file system becomes "FILE: reason", without its number.
+
+    Example:
+        >>> from megatron_sb.validation import message_of
+        >>> message_of(FileNotFoundError(2, "No such file or directory", "train.yaml"))
+        'train.yaml: No such file or directory'
+    """
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raise ValueError if it holds no JSON or another value than an object.
 

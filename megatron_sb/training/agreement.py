@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_sb.training.config import TrainingConfig
 from megatron_sb.training.documents import checksum_of_ends
+from megatron_sb.validation import message_of
 
 # Fields that can differ between machines: paths, whose data are compared instead, and threads, which torchrun sets.
 OF_A_MACHINE = re.compile(
@@ -57,7 +58,7 @@ the same file and the same overrides.'
             )
     refusals = [found.refusal for found in ranks if found.refusal is not None]
     if refusals:
-        return str(refusals[0])
+        return message_of(refusals[0])
     for rank, found in enumerate(ranks):
         if difference := _first_difference(ranks[0].fingerprint or {}, found.fingerprint or {}, rank):
             return (

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import socket
 import sys
 import time
@@ -81,6 +82,12 @@ def prepare_directory(config: TrainingConfig, out: str | None, resume: bool) -> 
         lock.close()
         raise
     return directory, lock
+
+
+def delete_unused(directory: Path) -> None:
+    """Delete the directory of a new run that cannot start. Keep it if it has more than the lock."""
+    if [path.name for path in directory.iterdir()] == [".lock"]:
+        shutil.rmtree(directory)
 
 
 def config_of_run(directory: Path) -> Path:

@@ -19,7 +19,7 @@ from megatron_sb.training.config import TrainingConfig
 from megatron_sb.training.directory import config_of_run
 from megatron_sb.training.profiler import ProfilerWindow
 from megatron_sb.training.supervisor import EXIT_REFUSED, say, start_ranks
-from megatron_sb.validation import InputError, check_output_folder
+from megatron_sb.validation import InputError, check_output_folder, message_of
 
 
 def main(
@@ -70,7 +70,7 @@ def main(
     except (InputError, OSError) as error:
         if not isinstance(error, InputError) and error.filename is None:
             raise
-        say(str(error))
+        say(message_of(error))
         return EXIT_REFUSED
     if is_rank:
         with garbage_collection_paused():

@@ -23,13 +23,13 @@ from megatron_sb.training.agreement import Found, fingerprint_of_files, reason_t
 from megatron_sb.training.checkpoint import CheckpointDirectory, write_atomically
 from megatron_sb.training.command import Command
 from megatron_sb.training.config import ConfigError, TrainingConfig
-from megatron_sb.training.directory import SEEN_SECONDS, check_is_marked, mark, prepare_directory
+from megatron_sb.training.directory import SEEN_SECONDS, check_is_marked, delete_unused, mark, prepare_directory
 from megatron_sb.training.initial_checkpoint import check_initial_checkpoint
 from megatron_sb.training.loop import Diverged, Interrupted, Job
 from megatron_sb.training.profiler import ProfilerWindow
 from megatron_sb.training.report import Report, hardware
 from megatron_sb.training.supervisor import EXIT_FAILED, EXIT_REFUSED, say, when_parent_is_gone
-from megatron_sb.validation import InputError
+from megatron_sb.validation import InputError, message_of
 
 REFUSAL_SECONDS = 60.0  # longer than the start of ranks differs; a launcher ends the waiting ranks before
 
@@ -97,7 +97,7 @@ def refuse(reason: str) -> int:
 def _describe(error: BaseException) -> str:
     """Return a sentence for an error of the user's files or settings, otherwise the traceback."""
     if isinstance(error, InputError) or (isinstance(error, OSError) and error.filename is not None):
-        return f" {error}"
+        return f" {message_of(error)}"
     return f"\n{traceback.format_exc()}"
 
 
@@ -113,20 +113,23 @@ def _run(config: TrainingConfig, command: Command) -> int:
     except ConfigError as error:
         return refuse(f"{command.config_path}: {error}")
     _join_process_group(config, device)
-    prepared, fingerprint, refusal = None, None, None
+    directory = report = job = fingerprint = refusal = None
     try:
-        prepared = _prepare(config, command, device)
-        fingerprint = prepared[-1].fingerprint() | fingerprint_of_files(config, starts=not command.resume)
+        # The lock is held until the process ends.
+        directory, _lock = _agree_on_directory(config, command.out, command.resume)
+        report, job = _prepare(config, command, device, directory)
+        fingerprint = job.fingerprint() | fingerprint_of_files(config, starts=not command.resume)
     except (InputError, OSError) as error:
         refusal = error
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, Found(configuration.flatten(config), fingerprint, refusal))
     if reason := reason_to_refuse(ranks):
         if dist.get_rank() == 0:
+            if directory is not None and command.out is None and not command.resume:
+                delete_unused(directory)
             say(f"{command.config_path}: {reason}")
         dist.barrier()  # a rank that ends first lets the launcher end rank 0, which must have printed the reason
         return EXIT_REFUSED
-    directory, _lock, report, job = prepared  # the lock is held until the process ends
     if report:
         if not command.resume:
             write_atomically(directory / "config.yaml", configuration.to_yaml(config))
@@ -147,15 +150,14 @@ def _join_process_group(config: TrainingConfig, device: torch.device) -> None:
 
 
 def _prepare(
-    config: TrainingConfig, command: Command, device: torch.device
-) -> tuple[Path, IO | None, Report | None, Job]:
-    """Return the run's directory with its lock, the report, and the job. Lock and report are on rank 0 only."""
-    directory, lock = _agree_on_directory(config, command.out, command.resume)
+    config: TrainingConfig, command: Command, device: torch.device, directory: Path
+) -> tuple[Report | None, Job]:
+    """Return the report, on rank 0 only, and the job."""
     report = profiler = None
     if dist.get_rank() == 0:
         report = Report(directory, config, hardware(device.type, config.parallel.ranks))
         profiler = ProfilerWindow(directory / "profile", *command.profiled)
-    return directory, lock, report, Job(config, directory, device, report, profiler)
+    return report, Job(config, directory, device, report, profiler)
 
 
 def _agree_on_directory(config: TrainingConfig, out: str | None, resume: bool) -> tuple[Path, IO | None]:

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from support.jobs import SMALL_JOB, metrics, run_command
+from support.jobs import SMALL_JOB, metrics, run_command, train
 
 from megatron_sb.training import loop, main, plots, report
 from megatron_sb.training.checkpoint import Progress
@@ -70,6 +70,21 @@ def test_a_rank_needs_all_variables_of_torchrun(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     assert main(str(tmp_path / "small.yaml"), out=str(tmp_path / "out")) == EXIT_REFUSED
     assert "got RANK and WORLD_SIZE without LOCAL_RANK, MASTER_ADDR. Start the" in capsys.readouterr().err
+
+
+def test_a_missing_file_is_named(tmp_path, capsys):
+    path = tmp_path / "small.yaml"
+    assert main(str(path)) == EXIT_REFUSED
+    assert capsys.readouterr().err == f"megatron-sb train: {path}: No such file or directory\n"
+
+
+def test_a_refused_job_leaves_no_folder_of_its_own(tmp_path, monkeypatch):
+    """Only rank 0 creates the folder of a run, before all ranks read the data."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.yaml").write_text(SMALL_JOB)
+    status, _, errors = train("small.yaml", "data.paths=[nowhere]")
+    assert (status, [*(tmp_path / "runs").iterdir()]) == (EXIT_REFUSED, []), errors
+    assert errors.startswith("megatron-sb train: small.yaml: data.paths must name files") and errors.count("\n") == 1
 
 
 def test_a_missing_module_is_named_before_the_ranks_start(monkeypatch, tmp_path, capsys):
