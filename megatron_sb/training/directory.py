@@ -192,13 +192,13 @@ def refuse_changes(directory: Path, config: TrainingConfig) -> None:
     for path in started | wanted:
         if started.get(path) != wanted.get(path) and not re.fullmatch(LAYOUT_FIELDS, path):
             raise InputError(
-                f"--resume: {path} must be {started.get(path)!r}, which {directory} was started with, "
-                f"got {wanted.get(path)!r}"
+                f"{path} must be {started.get(path)!r}, which {directory} was started with, got {wanted.get(path)!r}. "
+                "For a new run, use another folder (--out)."
             )
     for index, (old, new) in enumerate(zip(before.stages, config.stages, strict=True)):
         if before.pad_multiple(old) != config.pad_multiple(new):
             raise InputError(
-                f"--resume: stages.{index}.pad_multiple must be {before.pad_multiple(old)}, which {directory} was "
+                f"stages.{index}.pad_multiple must be {before.pad_multiple(old)}, which {directory} was "
                 f"started with, got {config.pad_multiple(new)}, the default on these ranks. With another value, rows "
                 "would be cut elsewhere."
             )

@@ -49,7 +49,7 @@ def test_finished_runs_are_not_repeated(tmp_path, monkeypatch):
     sweep.train_all(TINY, [trial], tmp_path)
     assert started == [] and sweep.is_done(config, tmp_path / "wide")
     assert sweep.evaluation(tmp_path / "wide", config, "stick_breaking") == {"results": [{"nll": 1.5}]}
-    with pytest.raises(ValueError, match=r"model\.hidden_size must be 64.*wide.*got 32"):
+    with pytest.raises(ValueError, match=r"^model\.hidden_size must be 64.*wide.*got 32\. For .*--out"):
         sweep.train_all(TINY, [Trial("wide", ("model.hidden_size=32",))], tmp_path)
 
 
