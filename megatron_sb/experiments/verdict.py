@@ -364,7 +364,11 @@ class Verdict:
 
     def _cached(self, kind: str, path: str, arm: str, trial: Trial, value: float) -> Run:
         if trial not in self._runs:
-            self._runs[trial] = Run(kind, arm, trial, load_config(path, trial.overrides), value)
+            try:
+                config = load_config(path, trial.overrides)
+            except ConfigError as error:  # its values can be those of this run alone, such as the share of the steps
+                raise ConfigError(f"run {trial.name}: {error}") from error
+            self._runs[trial] = Run(kind, arm, trial, config, value)
         return self._runs[trial]
 
     def _trial(self, name: str, arms: Iterable[str], fields: dict[str, Any]) -> Trial:

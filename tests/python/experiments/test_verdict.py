@@ -284,7 +284,7 @@ def test_invalid_options(words, message, tmp_path):
 @pytest.mark.parametrize(
     ("words", "fields", "message"),
     [
-        (["--rate-share", "0.02"], ["stages.0.schedule=power"], r"stages\.0\.schedule = 'power' contradicts"),
+        (["--rate-share", "0.02"], ["stages.0.schedule=power"], r"^run rate0\.005-stick_breaking: .*'power' con"),
         (["--recall", RECALL, "--learning-rates", "1e-3"], ["attention.stick_breaking.reach=[0.5, 9.0]"], None),
         (["--test-paths", "here/test", "here/tset"], ["data=DATA"], r"--test-paths must .* got 'here/tset': .*\.bin"),
         ([], ["evaluation.sentence_pairs=[pairs.jsonl]"], r"sentence_pairs must be files, got 'pairs\.jsonl'"),
