@@ -22,7 +22,7 @@ from pydantic import Field
 
 from megatron_sb.experiments import key_hull, sweep, tables, trained
 from megatron_sb.training import loading
-from megatron_sb.training.config import ConfigError, load_config, load_fields
+from megatron_sb.training.config import ConfigError, load_fields
 from megatron_sb.training.config.types import NonNegativeFloat, PositiveFloat, PositiveInt, Section, Seed, section
 from megatron_sb.training.report import hardware
 from megatron_sb.validation import InputError
@@ -107,7 +107,7 @@ def trained_keys(run: Path, num_keys: Sequence[int]) -> list[tuple[dict[str, Any
     from megatron_sb.training.documents import load_corpus
     from megatron_sb.training.evaluate import choose_windows
 
-    config = loading.on_one_rank(load_config(run / "config.yaml"))
+    config = loading.on_one_rank(loading.config_of(run))
     models = trained.plain_stickbreaking_models(config)
     if config.data.kind == "recall" or not models or config.model.head_dim > key_hull.MAX_HEAD_DIM:
         raise InputError(

@@ -150,6 +150,7 @@ def test_the_command(tmp_path):
         ("num_keys=[]", r"num_keys .*got \[\]"),
         ("key_means=[]", r"key_means .*got \[\]"),
         (f"seed={2**64}", f"seed.*{2**64}"),
+        ("run=nowhere", "run must be the folder of a run of megatron-sb train, got 'nowhere'"),
     ],
 )
 def test_invalid_fields(change, message, tmp_path, capsys):
