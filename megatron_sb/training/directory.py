@@ -199,8 +199,8 @@ def refuse_changes(directory: Path, config: TrainingConfig) -> None:
         if before.pad_multiple(old) != config.pad_multiple(new):
             raise InputError(
                 f"stages.{index}.pad_multiple must be {before.pad_multiple(old)}, which {directory} was "
-                f"started with, got {config.pad_multiple(new)}, the default on these ranks. With another value, rows "
-                "would be cut elsewhere."
+                f"started with, got {config.pad_multiple(new)}. Set it to {before.pad_multiple(old)}, or use a layout "
+                "with this default: with another value, rows would be cut elsewhere."
             )
 
 

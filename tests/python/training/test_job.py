@@ -184,7 +184,7 @@ def test_a_run_is_not_overwritten_or_resumed_with_another_configuration(straight
 
 def test_a_run_is_not_resumed_with_another_padding(straight, config):
     out, _, _ = straight
-    with pytest.raises(ValueError, match=r"^stages\.0\.pad_multiple must be 4, .*, got 1"):
+    with pytest.raises(ValueError, match=r"^stages\.0\.pad_multiple must be 4, .*, got 1\. Set it to 4, or"):
         prepare_directory(load_config(config, ["stages.0.context_parallel_size=1"]), str(out), resume=True)
     same_rows = load_config(config, ["stages.0.context_parallel_size=1", "stages.0.pad_multiple=4"])
     directory, lock = prepare_directory(same_rows, str(out), resume=True)
