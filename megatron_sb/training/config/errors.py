@@ -22,6 +22,8 @@ EXPECTED = {
     "tuple_type": "a list",
 }
 
+LONGEST_VALUE = 80  # characters of the value of an unknown field, which can be a whole section
+
 
 def describe(error: ValidationError) -> Iterator[str]:
     """Yield one line for each wrong field."""
@@ -39,8 +41,7 @@ def _describe(details: dict[str, Any]) -> Iterator[str]:
     if kind == "value_error":
         yield str(context["error"])
     elif kind == "unknown_fields":
-        for name, unknown in context["unknown"].items():
-            yield _unknown_field(f"{path}.{name}" if path else str(name), unknown, context["known"])
+        yield from _unknown_fields(path, context["unknown"], context["known"])
     elif kind == "missing":
         yield f"{path} is required"
     elif kind == "union_tag_not_found":
@@ -53,7 +54,17 @@ def _describe(details: dict[str, Any]) -> Iterator[str]:
         yield f"{where} must be {expected}, got {value!r}"
 
 
-def _unknown_field(path: str, value: Any, known: list[str]) -> str:
-    close = difflib.get_close_matches(path.rpartition(".")[2], known, n=1)
-    hint = f"Did you mean {close[0]!r}? " if close else ""
-    return f"unknown field {path}, got {value!r}. {hint}Known fields: {', '.join(known)}"
+def _unknown_fields(path: str, unknown: dict[str, Any], known: list[str]) -> Iterator[str]:
+    """Yield one line for each unknown field of a section. The last one lists the known fields."""
+    lines = []
+    for name, value in unknown.items():
+        close = difflib.get_close_matches(str(name), known, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        lines.append(f"unknown field {path}{'.' if path else ''}{name}, {_got(value)}{hint}")
+    yield from lines[:-1]
+    yield f"{lines[-1]} Known fields: {', '.join(known)}"
+
+
+def _got(value: Any) -> str:
+    text = repr(value)
+    return f"got {text}." if len(text) <= LONGEST_VALUE else f"got {text[:LONGEST_VALUE]}..."

@@ -133,6 +133,15 @@ def test_several_wrong_fields_are_reported_together():
     ]
 
 
+def test_unknown_fields_of_a_section_list_the_known_ones_once():
+    """A whole section can be unknown, if the file is of another kind. Its value is shortened."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(TINY, ["stages.0.step=7", f"stages.0.model={['x' * 100]}"])
+    first, second = str(caught.value).removeprefix(f"{TINY}: ").split("\n")
+    assert first == "unknown field stages.0.step, got 7. Did you mean 'steps'?"
+    assert re.match(r"unknown field stages\.0\.model, got \['x{78}\.\.\. .*Known fields: name, ", second)
+
+
 def test_overrides_reach_lists_and_new_mappings():
     config = load_config(
         TINY, ["stages.1.steps=21", "attention.softmax_rope.rotary_base=5e5", "compare=[stick_breaking]"]
