@@ -251,13 +251,16 @@ def _megatron_config(
     from megatron_sb.megatron.weights import read_attention_kind
     from megatron_sb.training.initial_checkpoint import attention_kind
 
-    path = Path(config) if config is not None else source.resolve().parent.parent.parent / "config.yaml"
+    path = source.resolve().parent.parent.parent / "config.yaml" if config is None else Path(config)
     path = path / "config.json" if path.is_dir() else path
-    if not path.exists():
+    if not path.exists() and config is None:
         raise MissingFileError(
-            f"{path} does not exist. A Megatron checkpoint does not hold its configuration: give the training "
-            "configuration (YAML) or the folder of a Hugging Face model of the same sizes as config (--config)."
+            "config must be the training configuration (YAML) or the folder of a Hugging Face model of the same sizes "
+            f"(--config), got None: a Megatron checkpoint does not hold its configuration, and {source} is not in the "
+            f"folder of a run, because there is no {path}."
         )
+    if not path.exists():
+        raise MissingFileError(f"config must be a training configuration or a model, got {config}, which is missing.")
     if path.suffix == ".json":
         kind = attention_kind(source)
         if kind is not None:  # Megatron-LM's scripts record none

@@ -131,8 +131,10 @@ def test_a_checkpoint_outside_of_its_run(tmp_path):
     folder, weights = save(tmp_path / "run", "stick_breaking", config)
     elsewhere = tmp_path / "copied"
     folder.rename(elsewhere)
-    with pytest.raises(FileNotFoundError, match=r"config\.yaml does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"--config.* got None: .*copied is not in .*config\.yaml"):
         checkpoints.load(elsewhere)
+    with pytest.raises(FileNotFoundError, match=r"config must be .*, got nowhere\.yaml, which is missing"):
+        checkpoints.load(elsewhere, "nowhere.yaml")
     back = checkpoints.load(elsewhere, tmp_path / "run" / "config.yaml")
     assert torch.equal(back.lm_head.weight, weights["lm_head.weight"])
     with pytest.raises(ValueError, match=r"compare must have exactly one stick-breaking model, got 5 .*copied"):
