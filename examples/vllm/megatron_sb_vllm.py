@@ -116,8 +116,9 @@ class StickBreakingMetadataBuilder(AttentionMetadataBuilder[StickBreakingMetadat
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.block_size = kv_cache_spec.block_size
-        if vllm_config.speculative_config is not None:
-            raise ValueError("speculative_config must be None with stick-breaking attention.")
+        speculative = vllm_config.speculative_config
+        if speculative is not None:
+            raise ValueError(f"speculative_config must be None with stick-breaking attention, got {speculative!r}.")
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

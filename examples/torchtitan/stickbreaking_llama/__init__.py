@@ -88,7 +88,12 @@ def model_registry(flavor: str) -> ModelSpec:
 
     Args:
         flavor: a key of FLAVORS.
+
+    Raises:
+        ValueError: If there is no such flavor.
     """
+    if flavor not in FLAVORS:
+        raise ValueError(f"flavor must be one of {', '.join(map(repr, FLAVORS))}, got {flavor!r}.")
     return ModelSpec(
         name="stickbreaking_llama",
         flavor=flavor,

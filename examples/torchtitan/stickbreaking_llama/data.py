@@ -36,8 +36,14 @@ class ByteTokenizer(BaseTokenizer):
 
 
 def _paragraphs(folder: str) -> Dataset:
-    """Return the paragraphs of the Markdown files of a folder, each as a document."""
+    """Return the paragraphs of the Markdown files of a folder, each as a document.
+
+    Raises:
+        ValueError: If the folder has no Markdown files.
+    """
     pages = [path.read_text() for path in sorted(Path(folder).glob("*.md"))]
+    if not pages:  # as in a copy of this folder outside of the repository
+        raise ValueError(f"dataset_path must be a folder with Markdown files (*.md), got {folder!r}.")
     return Dataset.from_dict({"text": [paragraph for page in pages for paragraph in page.split("\n\n")]})
 
 
