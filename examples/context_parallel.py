@@ -15,6 +15,8 @@ import megatron_sb as sb
 
 
 def main() -> None:
+    if "RANK" not in os.environ:
+        raise SystemExit("Start this example with torchrun: torchrun --nproc-per-node 2 examples/context_parallel.py")
     dist.init_process_group("gloo")
     group = dist.group.WORLD
     torch.manual_seed(0)  # the same numbers on every rank

@@ -10,6 +10,10 @@
 #
 # parallel.ranks of the configuration must be NODES * RANKS_PER_NODE. --out must be a folder that all machines share.
 set -euo pipefail
+if [[ $# == 0 ]]; then
+    echo "train_torchrun.sh: the configuration is missing. Run train_torchrun.sh CONFIG.yaml --out FOLDER." >&2
+    exit 2
+fi
 if [[ ${NODES:-1} != 1 && -z ${HEAD:-} ]]; then  # each machine would wait for the others at its own localhost
     echo "train_torchrun.sh: HEAD must be the name of the machine where the ranks meet, because NODES is $NODES." >&2
     exit 2

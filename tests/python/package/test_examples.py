@@ -33,6 +33,22 @@ def test_a_script_without_its_launcher_says_so(script, words):
     assert words in line
 
 
+def test_torchrun_needs_a_configuration():
+    run = subprocess.run(
+        ["bash", ROOT / "examples/train_torchrun.sh"], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+    )
+    assert run.returncode == 2
+    assert run.stderr.startswith("train_torchrun.sh: the configuration is missing.")
+
+
+def test_context_parallel_without_torchrun_says_so():
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    command = [sys.executable, ROOT / "examples/context_parallel.py"]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1
+    assert run.stderr.startswith("Start this example with torchrun")
+
+
 def test_several_machines_need_a_place_to_meet():
     """Without it, each would wait for minutes at its own localhost."""
     environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "NODES": "2", "RANKS_PER_NODE": "1"}
