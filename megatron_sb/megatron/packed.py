@@ -9,7 +9,7 @@ def is_packed(packed_seq_params) -> bool:
     """Return whether the tensors of a call are packed, (t, h, d), and not (s, b, h, d). packed_seq_params may be None.
 
     Raises:
-        ValueError: if they have another format.
+        ValueError: if they have another format, or offsets of documents without a format.
     """
     if packed_seq_params is None:
         return False
@@ -17,6 +17,12 @@ def is_packed(packed_seq_params) -> bool:
         raise ValueError(
             "packed_seq_params.qkv_format must be 'thd', 'sbhd' or None with stick-breaking attention, got "
             f"{packed_seq_params.qkv_format!r}."
+        )
+    offsets = (packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_q_padded)
+    if packed_seq_params.qkv_format is None and any(x is not None for x in offsets):
+        raise ValueError(
+            "packed_seq_params.qkv_format must be 'thd' with cu_seqlens_q or cu_seqlens_q_padded, got None: documents "
+            "would attend to each other."
         )
     return packed_seq_params.qkv_format == "thd"
 
@@ -31,7 +37,7 @@ def document_bounds(packed_seq_params) -> tuple[torch.Tensor, torch.Tensor | Non
         Offsets for the queries, and for the keys. The latter are None if both are the same tensor.
 
     Raises:
-        ValueError: if there are no offsets for the queries.
+        ValueError: if there are no offsets for the queries, or padded and other offsets do not fit together.
 
     Example:
         >>> import torch
@@ -43,8 +49,17 @@ def document_bounds(packed_seq_params) -> tuple[torch.Tensor, torch.Tensor | Non
     """
     params = packed_seq_params
     padded = params.cu_seqlens_q_padded is not None
+    if params.cu_seqlens_kv_padded is not None and not padded:
+        raise ValueError(
+            "packed_seq_params.cu_seqlens_q_padded must be given together with cu_seqlens_kv_padded, got None."
+        )
     queries = params.cu_seqlens_q_padded if padded else params.cu_seqlens_q
     keys = params.cu_seqlens_kv_padded if padded else params.cu_seqlens_kv
     if queries is None:
         raise ValueError("packed_seq_params.cu_seqlens_q must be a tensor of offsets with qkv_format='thd', got None.")
+    if padded and params.cu_seqlens_q is not None and len(params.cu_seqlens_q) != len(queries):
+        raise ValueError(
+            "packed_seq_params.cu_seqlens_q_padded must have as many offsets as cu_seqlens_q, "
+            f"{len(params.cu_seqlens_q)}, got {len(queries)}."
+        )
     return queries, None if keys is queries else keys

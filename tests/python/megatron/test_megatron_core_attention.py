@@ -355,6 +355,32 @@ def test_unsupported_arguments():
         make_core()(*make_qkv(8, 1), None, packed_seq_params=PackedSeqParams(qkv_format="bshd"))
 
 
+OFFSETS, FEWER = (torch.tensor(offsets, dtype=torch.int32) for offsets in ([0, 4, 8], [0, 8]))
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "words"),
+    [
+        ((8, 1), {"cu_seqlens_q": OFFSETS}, "packed_seq_params.qkv_format 'thd' cu_seqlens_q None"),
+        ((8, 1), {"cu_seqlens_q_padded": OFFSETS}, "packed_seq_params.qkv_format 'thd' cu_seqlens_q_padded None"),
+        (
+            (8,),
+            {"qkv_format": "thd", "cu_seqlens_q": OFFSETS, "cu_seqlens_q_padded": FEWER},
+            "packed_seq_params.cu_seqlens_q_padded cu_seqlens_q 3 2",
+        ),
+        (
+            (8,),
+            {"qkv_format": "thd", "cu_seqlens_q": OFFSETS, "cu_seqlens_kv_padded": OFFSETS},
+            "packed_seq_params.cu_seqlens_q_padded cu_seqlens_kv_padded None",
+        ),
+    ],
+)
+def test_offsets_that_would_be_ignored(rows, batch, words):
+    """Otherwise documents would attend to each other, or padding would move them."""
+    with pytest.raises(ValueError, match=mentions(words)):
+        make_core()(*make_qkv(*rows), None, packed_seq_params=PackedSeqParams(**batch))
+
+
 class TestPlanCache:
     """Which calls share a plan. Groups and plans are fakes, because the cache compares identities only."""
 
