@@ -84,7 +84,7 @@ def with_stickbreaking(spec, *, config=None, hybrid_layer_pattern: str | None = 
         A copy of `spec`, of the same type.
 
     Raises:
-        TypeError: if an option is unknown.
+        TypeError: if `spec` is of another kind, such as the function that makes one, or an option is unknown.
         ValueError: if an option has an invalid value, or the self-attention of a layer that becomes stick-breaking is
             neither Megatron's `SelfAttention` nor its `MLASelfAttention`. With `layers` this is raised when the layer
             is built.
@@ -126,6 +126,13 @@ def _replace_in_layers(spec, options: StickBreakingOptions, numbers: tuple[int, 
         spec.submodules = _replace_in_layers(spec.submodules, options, numbers)
     else:
         stock = getattr(spec, "submodules", None)
+        if mixer_of(stock) is None:
+            kind = module_of(spec)
+            raise TypeError(
+                "spec must be that of a transformer layer, a block or a hybrid stack, such as the result of "
+                f"get_gpt_layer_local_spec(), got {getattr(kind, '__name__', type(kind).__name__)}. For multi-token "
+                "prediction, pass the converted spec of the decoder to get_gpt_mtp_block_spec."
+            )
         spec.submodules = with_core_attention(stock, options, numbers)
         if spec.submodules is stock and has_attention(mixer_of(stock)):
             spec = _checked(spec, options, numbers)

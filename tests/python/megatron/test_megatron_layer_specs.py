@@ -13,6 +13,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention, DSAttentionSubmodules
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_token_prediction import get_mtp_layer_spec
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -142,8 +143,23 @@ def test_unsupported_specs():
     with pytest.raises(ValueError, match=mentions("self_attention MLASelfAttention dense DSAttention --sb-layers")):
         with_stickbreaking(sparse)
     assert with_stickbreaking(sparse, layers=(0,)).submodules is sparse.submodules
-    with pytest.raises(ValueError, match=mentions("self_attention None")):
-        with_stickbreaking(ModuleSpec(SelfAttention))
+
+
+@pytest.mark.parametrize(
+    ("spec", "got"),
+    [
+        (None, "NoneType"),
+        (get_gpt_layer_local_spec, "get_gpt_layer_local_spec"),
+        ([get_gpt_layer_local_spec()], "list"),
+        (small_config(), "TransformerConfig"),
+        (ModuleSpec(SelfAttention), "SelfAttention"),
+        (get_mtp_layer_spec(get_gpt_layer_local_spec(), False), "MultiTokenPredictionLayer get_gpt_mtp_block_spec"),
+    ],
+    ids=["nothing", "function", "list", "config", "attention", "multi-token prediction"],
+)
+def test_specs_of_another_kind(spec, got):
+    with pytest.raises(TypeError, match=mentions(f"spec layer get_gpt_layer_local_spec() {got}")):
+        with_stickbreaking(spec)
 
 
 @pytest.mark.parametrize("nothing", [IdentityOp, ModuleSpec(IdentityOp), ModuleSpec(ColumnParallelLinear)], ids=repr)
