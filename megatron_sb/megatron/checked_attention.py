@@ -165,8 +165,9 @@ class CheckedAttention:
         for name, value in kwargs.items():
             if name.startswith("rotary_") and name not in ignored and value is not None:
                 raise ValueError(
-                    f"{name} must be None in a stick-breaking layer, where the order of the keys encodes positions. "
-                    "Use --position-embedding-type none."
+                    f"{name} must be None in a stick-breaking layer, got rotary embeddings in layer "
+                    f"{self.layer_number}: the order of the keys encodes positions. Use --position-embedding-type "
+                    "none, or disable them in this layer with --no-rope-freq (config.no_rope_freq)."
                 )
 
     def _check_dynamic(self, inference_context) -> None:

@@ -39,8 +39,8 @@ def test_mixed_layers(findings):
         [[2, softmax], [4, stick_breaking]],
     ]
     expected = {
-        "rope": "rotary_pos_emb stick-breaking",
-        "rope in the other layer": "rotary_pos_emb stick-breaking",
+        "rope": "rotary_pos_emb stick-breaking layer 1 --no-rope-freq",
+        "rope in the other layer": "rotary_pos_emb stick-breaking layer 1 --no-rope-freq",
         "three layers": "layers (1, 0) --sb-layers 3 2 --num-layers (1, 2, 3)",
         "multi-token prediction": "config.mtp_num_layers --mtp-num-layers 1",
     }
