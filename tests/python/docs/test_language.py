@@ -147,6 +147,7 @@ FOREIGN = (
     "requires a different Python",
     "scikit_build_core",
     "undefined symbol",
+    "unrecognized arguments",
     "unsupported GNU version",
 )
 
