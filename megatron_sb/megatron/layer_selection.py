@@ -129,7 +129,7 @@ def is_selected(
         numbers: the numbers of the attention layers. None: as the config and the arguments of the script say.
 
     Raises:
-        ValueError: if `layers` does not have one entry for each attention layer.
+        ValueError: if `layers` does not have one entry for each attention layer, or this layer is none of `numbers`.
 
     Example:
         >>> from types import SimpleNamespace
@@ -143,6 +143,12 @@ def is_selected(
     if numbers is None:
         numbers = attention_layers_of(config, script_arguments())
     check_layers(layers, numbers, config, "config")
+    if layer_number not in numbers:
+        raise ValueError(
+            "hybrid_layer_pattern (--hybrid-layer-pattern), or the config of with_stickbreaking, must be that of the "
+            f"model together with layers (--sb-layers), got one with the attention layers {numbers}, but layer "
+            f"{layer_number} has attention, too."
+        )
     selected = {number for number, entry in zip(numbers, layers, strict=True) if entry}
     return layer_number in selected
 

@@ -10,7 +10,7 @@ from support.launch import run_worker
 from support.messages import mentions
 
 from megatron_sb.megatron.layer_pattern import layer_pattern
-from megatron_sb.megatron.layer_selection import attention_layers_in, attention_layers_of
+from megatron_sb.megatron.layer_selection import attention_layers_in, attention_layers_of, is_selected
 
 STICK_BREAKING, SOFTMAX = "StickBreakingCoreAttention", "DotProductAttention"
 
@@ -175,6 +175,14 @@ def test_attention_layers_of_linear_attention_need_a_frequency(frequency):
     linear.linear_attention_freq = frequency
     with pytest.raises(ValueError, match=mentions(f"--linear-attention-freq --sb-layers {frequency}")):
         attention_layers_of(linear)
+
+
+def test_a_pattern_of_another_model():
+    """Its layer 3 would silently keep softmax, although the pattern has no entry for it."""
+    config = SimpleNamespace(num_layers=6, mtp_num_layers=None)
+    assert [is_selected(layer, config, layers=(0, 1), numbers=(2, 5)) for layer in (2, 5)] == [False, True]
+    with pytest.raises(ValueError, match=mentions("hybrid_layer_pattern --hybrid-layer-pattern (2, 5) layer 3")):
+        is_selected(3, config, layers=(0, 1), numbers=(2, 5))
 
 
 def test_attention_layers_of_ratios_are_an_error():
