@@ -85,6 +85,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Replace softmax attention by stick-breaking attention, also in multi-latent attention, which then does "
         "not rotate q and k (default: off).",
     )
+    _add_attention_flags(group)
+    _add_loader_flags(group)
+    group.add_argument(
+        "--sb-layers",
+        type=layer_pattern,
+        metavar="PATTERN",
+        help="Attention layers with stick-breaking attention (1) and with their stock attention (0), in the syntax of "
+        '--moe-layer-freq: "([1]*3+[0]*1)*10". Layers without attention have no entry (default: 1 for every layer).',
+    )
+    group.add_argument(
+        "--sb-allow-mismatch",
+        action="store_true",
+        help="Load checkpoints of models with another attention (default: off, they raise an error).",
+    )
+    return parser
+
+
+def _add_attention_flags(group) -> None:
+    """Add the flags of the options of a layer to a group of a parser."""
     group.add_argument(
         "--sb-attend-current",
         action="store_true",
@@ -133,6 +152,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="X",
         help="Add X times the mean of -log(gate) to the loss (default: %(default)s).",
     )
+
+
+def _add_loader_flags(group) -> None:
+    """Add the flags of context parallelism and of the data loader to a group of a parser."""
     group.add_argument(
         "--sb-cp-layout",
         choices=LOADER_LAYOUTS,
@@ -150,19 +173,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices=COMMS,
         help="How context-parallel ranks exchange keys (default: --cp-comm-type if it is given, else auto).",
     )
-    group.add_argument(
-        "--sb-layers",
-        type=layer_pattern,
-        metavar="PATTERN",
-        help="Attention layers with stick-breaking attention (1) and with their stock attention (0), in the syntax of "
-        '--moe-layer-freq: "([1]*3+[0]*1)*10". Layers without attention have no entry (default: 1 for every layer).',
-    )
-    group.add_argument(
-        "--sb-allow-mismatch",
-        action="store_true",
-        help="Load checkpoints of models with another attention (default: off, they raise an error).",
-    )
-    return parser
 
 
 def splits_whole_streams(args: argparse.Namespace) -> bool:
