@@ -25,7 +25,7 @@ from megatron_sb.megatron.settings import LATENT_REQUIREMENTS, check_settings, r
 
 
 class CheckedAttention:
-    """Checks, forget gates and dynamic inference for a self-attention of Megatron's, beside which it is a base class.
+    """Mix-in that adds checks, forget gates and dynamic inference to a self-attention of Megatron-Core.
 
     The checks reject settings that a core attention cannot detect. Rotary embeddings are applied to q and k before the
     core attention runs. `--attention-backend local` replaces it. Without the checks, the model would silently compute

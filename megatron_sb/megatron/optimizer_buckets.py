@@ -3,7 +3,7 @@
 Megatron-Core before 0.20 saves wrong numbers there, without an error
 (https://github.com/NVIDIA/Megatron-LM/pull/5077). It pads the end of each bucket, gathers the states of all buckets
 without this padding, and then looks for a parameter where it is with the padding. So all parameters after a padded
-bucket get the numbers of their neighbours. A run that loads such a checkpoint goes on with these wrong fp32 weights.
+bucket get the numbers of their neighbours. A run that loads such a checkpoint continues with these wrong fp32 weights.
 
 A model has several buckets if reductions overlap (`--overlap-grad-reduce`) and it has more parameters than
 `--ddp-bucket-size`, 40 million by default. `index_without_padding` mends this. `stand_ins.install_stand_ins` calls it.

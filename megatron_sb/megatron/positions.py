@@ -1,4 +1,4 @@
-"""Learned positions in models that a script of one's own builds.
+"""Find learned positions in models that a user's own script builds.
 
 Megatron's `GPTModel` adds learned positions by default. The layers do not see this: the embedding adds them before the
 first layer, and the config does not name them. So this module makes each embedding write them into its config. Megatron
