@@ -150,6 +150,11 @@ def _check_layers(args: argparse.Namespace, options: StickBreakingOptions) -> No
     sizes = ("num_layers", *PATTERN_SETTINGS)
     if options.layers is not None and any(getattr(args, name, None) is not None for name in sizes):
         check_layers(options.layers, attention_layers_of(args), args, "args")
+    if options.layers is not None and not any(options.layers):
+        raise ValueError(
+            f"layers (--sb-layers) must contain a 1 with {FLAG}, got {options.layers}: no layer would be "
+            "stick-breaking."
+        )
 
 
 def replace_core_attention(options: StickBreakingOptions) -> None:

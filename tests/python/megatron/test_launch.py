@@ -250,6 +250,7 @@ REFUSED = {
     f"{ACCEPTED} --reset-attention-mask": "args.reset_attention_mask True --reset-attention-mask",
     f"{ACCEPTED} --yaml-cfg x.yaml": "args.yaml_cfg 'x.yaml' --yaml-cfg None",
     f"{ACCEPTED} --hybrid-layer-pattern MM-": "--hybrid-layer-pattern --stick-breaking-attention * + 'MM-'",
+    f"{ACCEPTED} --sb-layers [0]*2": "--sb-layers (0, 0) 1 --stick-breaking-attention",
     f"{ACCEPTED} --sb-layers [1]*3": "--sb-layers 3 2 --num-layers (1, 2)",
     f"{ACCEPTED} --sb-layers [1]*3 --hybrid-layer-pattern M*M*-": "--sb-layers 3 2 --hybrid-layer-pattern (2, 4)",
     f"{ACCEPTED} --sb-layers [1,0] --mtp-num-layers 1": "1 args.mtp_num_layers --mtp-num-layers",
