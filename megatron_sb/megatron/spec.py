@@ -14,6 +14,7 @@ from megatron.core.models.gpt.experimental_attention_variant_module_specs import
     get_transformer_block_with_experimental_attention_variant_spec,
 )
 from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -281,6 +282,7 @@ def stickbreaking_block_spec(config, vp_stage: int | None = None, **options):
         A TransformerBlockSubmodules.
 
     Raises:
+        TypeError: if `config` is of another kind, or an option is unknown.
         ValueError: as `with_stickbreaking`. Or if the model has layers for multi-token prediction that Megatron would
             build from its own spec, with softmax attention.
 
@@ -291,6 +293,11 @@ def stickbreaking_block_spec(config, vp_stage: int | None = None, **options):
         >>> # provider = GPTModelProvider(num_layers=3, transformer_layer_spec=make_spec, ...)
     """
     transformer = getattr(config, "transformer", config)
+    if not isinstance(transformer, TransformerConfig):
+        raise TypeError(
+            "config of stickbreaking_block_spec must be a TransformerConfig, a provider of Megatron-Bridge or a "
+            f"GPTModelConfig, got {type(config).__name__}."
+        )
     use_te = gpt_layer_specs.HAVE_TE and transformer.transformer_impl == "transformer_engine"
     if not use_te:
         install_stand_ins()

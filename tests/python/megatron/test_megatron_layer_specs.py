@@ -200,6 +200,12 @@ def test_the_spec_object_refuses_multi_token_prediction():
         stickbreaking_layer_spec.submodules.self_attention.module(small_config(mtp_num_layers=1), None, 1)
 
 
+@pytest.mark.parametrize("config", [None, {"num_layers": 2}, argparse.Namespace(num_layers=2)], ids=repr)
+def test_block_specs_need_a_config(config):
+    with pytest.raises(TypeError, match=mentions(f"config TransformerConfig {type(config).__name__}")):
+        stickbreaking_block_spec(config)
+
+
 def test_block_specs_refuse_multi_token_prediction_in_a_stage_without_other_layers(monkeypatch):
     """There, Megatron-Bridge takes its own spec for these layers."""
     blocks = [TransformerBlockSubmodules([get_gpt_layer_local_spec()]), TransformerBlockSubmodules([])]
