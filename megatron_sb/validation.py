@@ -26,6 +26,11 @@ class MissingFileError(InputError, FileNotFoundError):
     """A file or folder that the user named does not exist."""
 
 
+def is_of_user(error: BaseException) -> bool:
+    """Return whether an error is one of the user's files or settings, and not a defect of the program."""
+    return isinstance(error, InputError) or (isinstance(error, OSError) and error.filename is not None)
+
+
 def message_of(error: Exception) -> str:
     """Return the message of an error. That of the file system becomes "FILE: reason", without its number.
 

@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     sweep.train_all(options.config, list(trials.values()), out, options.jobs)
     results = []
     for (count, rate), trial in trials.items():
-        trial_config = load_config(options.config, trial.overrides)
+        trial_config = trial.config(options.config)
         for model in config.compare:
             evaluation = sweep.evaluation(out / trial.name, trial_config, model)
             point = {"model": model, "num_pairs": count, "learning_rate": rate, "device": evaluation["device"]}

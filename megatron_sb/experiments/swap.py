@@ -149,7 +149,7 @@ class Swap:
         (self.base_model,) = self.config.compare
         overrides = (*options.set, "checkpoint.stage_ends=true")
         trial = Trial("base", overrides)
-        self.base = Run("base", self.base_model, 1.0, 1.0, trial, load_config(options.config, overrides))
+        self.base = Run("base", self.base_model, 1.0, 1.0, trial, trial.config(options.config))
         self._known: list[Run] = []
         self._runs_from(out / "unknown")  # raises an error for a run that is invalid
 
@@ -267,7 +267,7 @@ class Swap:
         fields = self._fields(recipe, model, checkpoint) | {"stages": self._stages(recipe, share, factor)}
         overrides = (*self._options.set, *(f"{field}={json.dumps(value)}" for field, value in fields.items()))
         trial = Trial(f"{name}-share{share:g}-rate{factor:g}", overrides)
-        return Run(recipe, model, share, factor, trial, load_config(self._options.config, overrides))
+        return Run(recipe, model, share, factor, trial, trial.config(self._options.config))
 
     def _fields(self, recipe: str, model: str, checkpoint: Path) -> dict[str, Any]:
         """Return the fields of a run besides its stages."""

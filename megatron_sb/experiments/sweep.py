@@ -22,7 +22,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron_sb.processes import module_command
-from megatron_sb.training.config import TrainingConfig, load_config
+from megatron_sb.training.config import ConfigError, TrainingConfig, load_config
 from megatron_sb.training.directory import hold, refuse_changes, refuse_results
 from megatron_sb.training.supervisor import PARENT_PIPE, noting_signals, parent_pipe
 from megatron_sb.validation import InputError, check_output_folder, read_json_object
@@ -38,6 +38,16 @@ class Trial:
 
     name: str
     overrides: tuple[str, ...]
+
+    def config(self, path: str | Path) -> TrainingConfig:
+        """Return the configuration at `path` with the overrides. A ConfigError names the run.
+
+        A value in the error can be that of this run alone, such as a share of the steps.
+        """
+        try:
+            return load_config(path, self.overrides)
+        except ConfigError as error:
+            raise ConfigError(f"run {self.name}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -322,7 +332,7 @@ class _Runner:
 
 def _checked_config(config_path: str, trial: Trial, out: Path) -> TrainingConfig:
     """Return the trial's configuration. Raise ValueError if its folder was started with another or an unknown one."""
-    config = load_config(config_path, trial.overrides)
+    config = trial.config(config_path)
     folder = out / trial.name
     if (folder / "config.yaml").exists():
         refuse_changes(folder, config)

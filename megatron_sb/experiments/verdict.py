@@ -364,11 +364,7 @@ class Verdict:
 
     def _cached(self, kind: str, path: str, arm: str, trial: Trial, value: float) -> Run:
         if trial not in self._runs:
-            try:
-                config = load_config(path, trial.overrides)
-            except ConfigError as error:  # its values can be those of this run alone, such as the share of the steps
-                raise ConfigError(f"run {trial.name}: {error}") from error
-            self._runs[trial] = Run(kind, arm, trial, config, value)
+            self._runs[trial] = Run(kind, arm, trial, trial.config(path), value)
         return self._runs[trial]
 
     def _trial(self, name: str, arms: Iterable[str], fields: dict[str, Any]) -> Trial:
@@ -439,7 +435,7 @@ class Verdict:
         for arm in self.arms:
             trial = self._speed_trial(arm)
             folder = self._out / trial.name
-            if not sweep.is_done(load_config(self._path, trial.overrides), folder):
+            if not sweep.is_done(trial.config(self._path), folder):
                 return {}
             measured = [line for line in read_metrics(folder) if line["stage"] == first]
             speeds[arm] = statistics.median(

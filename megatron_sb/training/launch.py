@@ -19,7 +19,7 @@ from megatron_sb.training.config import TrainingConfig
 from megatron_sb.training.directory import config_of_run
 from megatron_sb.training.profiler import ProfilerWindow
 from megatron_sb.training.supervisor import EXIT_REFUSED, say, start_ranks
-from megatron_sb.validation import InputError, check_output_folder, message_of
+from megatron_sb.validation import InputError, check_output_folder, is_of_user, message_of
 
 
 def main(
@@ -68,7 +68,7 @@ def main(
         longest = max(stage.steps for stage in config.stages)
         window = (0, 0) if profile is None else ProfilerWindow.parse(profile, longest)
     except (InputError, OSError) as error:
-        if not isinstance(error, InputError) and error.filename is None:
+        if not is_of_user(error):
             raise
         say(message_of(error))
         return EXIT_REFUSED

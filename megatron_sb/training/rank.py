@@ -29,7 +29,7 @@ from megatron_sb.training.loop import Diverged, Interrupted, Job
 from megatron_sb.training.profiler import ProfilerWindow
 from megatron_sb.training.report import Report, hardware
 from megatron_sb.training.supervisor import EXIT_FAILED, EXIT_REFUSED, say, when_parent_is_gone
-from megatron_sb.validation import InputError, message_of
+from megatron_sb.validation import InputError, is_of_user, message_of
 
 REFUSAL_SECONDS = 60.0  # longer than the start of ranks differs; a launcher ends the waiting ranks before
 
@@ -96,7 +96,7 @@ def refuse(reason: str) -> int:
 
 def _describe(error: BaseException) -> str:
     """Return a sentence for an error of the user's files or settings, otherwise the traceback."""
-    if isinstance(error, InputError) or (isinstance(error, OSError) and error.filename is not None):
+    if is_of_user(error):
         return f" {message_of(error)}"
     return f"\n{traceback.format_exc()}"
 

@@ -23,7 +23,7 @@ from megatron_sb import cli, experiments
 from megatron_sb.experiments import sweep, tables
 from megatron_sb.experiments.sweep import Trial
 from megatron_sb.processes import module_command
-from megatron_sb.training.config import load_config, to_yaml
+from megatron_sb.training.config import ConfigError, load_config, to_yaml
 from megatron_sb.training.directory import hold
 from megatron_sb.training.report import hardware
 
@@ -37,6 +37,11 @@ def write_finished_run(folder, config):
     (folder / "config.yaml").write_text(to_yaml(config))
     for model in config.compare:
         sweep.evaluation_path(folder, config, model).write_text(json.dumps({"results": [{"nll": 1.5}]}))
+
+
+def test_the_error_of_an_invalid_configuration_names_the_run():
+    with pytest.raises(ConfigError, match=r"^run fast: .*stages\.0\.learning_rate must be greater than 0, got -1"):
+        Trial("fast", ("stages.0.learning_rate=-1",)).config(TINY)
 
 
 def test_finished_runs_are_not_repeated(tmp_path, monkeypatch):
