@@ -34,13 +34,12 @@ bool cpu_serves(const Request& r) {
 bool portable_serves(const Request& r) {
     return r.device == Device::kCuda && r.architecture >= 80 && r.dtype != Dtype::kFloat64 && head_dims_fit(r);
 }
-
-bool is_half(Dtype dtype) {
-    return dtype == Dtype::kBFloat16 || dtype == Dtype::kFloat16;
-}
 #endif
 
 #if defined(SB_WITH_HOPPER)
+bool is_half(Dtype dtype) {
+    return dtype == Dtype::kBFloat16 || dtype == Dtype::kFloat16;
+}
 bool hopper_serves(const Request& r) {
     return r.device == Device::kCuda && r.architecture == 90 && is_half(r.dtype) && head_dims_fit(r) &&
            !(r.forget_gate && hopper::is_wide(r.head_dim, r.head_dim_v, r.bias_columns)) && !r.key_blocks;
@@ -118,7 +117,7 @@ const Kernels& find(const Request& request) {
 
 bool decode_serves(const Request& request) {
 #if defined(SB_WITH_CUDA)
-    return portable_serves(request) && is_half(request.dtype) && !only_portable();
+    return portable_serves(request) && !only_portable();
 #else
     (void)request;
     return false;
@@ -131,9 +130,10 @@ std::string describe() {
     for (const Kernels& kernels : kTable)
         text += concat("  ", kernels.name, ": ", disabled(kernels) ? kDisabled : "", kernels.description(), "\n");
 #if defined(SB_WITH_CUDA)
-    text += concat("  decode: ", only_portable() ? kDisabled : "", "a KV cache on CUDA sm_80 and later; bf16, fp16; ",
-                   supported_head_dims(), "; at most ", decode::kMaxQueryRows,
-                   " query rows for each KV head. The kernels above serve all other requests.\n");
+    text +=
+        concat("  decode: ", only_portable() ? kDisabled : "", "a KV cache on CUDA sm_80 and later; bf16, fp16, fp32; ",
+               supported_head_dims(), "; at most ", decode::kMaxQueryRows,
+               " query rows for each KV head. The kernels above serve all other requests.\n");
 #endif
     return text;
 }

@@ -189,10 +189,25 @@ TensorPair through_blocks(const KvCacheCall& in, const BlockOptions& options) {
 
 // ---- on a GPU
 #if defined(SB_WITH_CUDA)
+Sizes sizes_of(const KvCacheCall& in) {
+    return {dtype_of(in.q.scalar_type()),
+            0,
+            int32_t(in.q.size(0)),
+            int32_t(in.q.size(2)),
+            int32_t(in.k.size(2)),
+            int32_t(in.q.size(1)),
+            int32_t(in.capacity().expect_int()),
+            int32_t(in.q.size(3)),
+            int32_t(in.v.size(3))};
+}
+
 bool decode_serves(const KvCacheCall& in) {
-    const dispatch::Request request = {dispatch::Device::kCuda, device_architecture(in.q.device()),
-                                       dtype_of(in.q.scalar_type()), int(in.q.size(3)), int(in.v.size(3))};
-    return in.q.size(1) * (in.q.size(2) / in.k.size(2)) <= decode::kMaxQueryRows && dispatch::decode_serves(request);
+    const Sizes sizes = sizes_of(in);
+    if (sizes.q_rows * int64_t(sizes.num_heads / sizes.num_kv_heads) > decode::kMaxQueryRows) return false;
+    const dispatch::Request request = {dispatch::Device::kCuda, device_architecture(in.q.device()), sizes.dtype,
+                                       sizes.head_dim, sizes.head_dim_v};
+    const DeviceScope scope(in.q.device());
+    return dispatch::decode_serves(request) && decode::fits_device(sizes);
 }
 
 TensorPair through_decode(const KvCacheCall& in, const BlockOptions& options) {
@@ -205,15 +220,7 @@ TensorPair through_decode(const KvCacheCall& in, const BlockOptions& options) {
     const auto [o, mass] = empty_results(in);
 
     decode::Params params;
-    params.sizes = {dtype_of(q.scalar_type()),
-                    0,
-                    int32_t(q.size(0)),
-                    int32_t(q.size(2)),
-                    int32_t(k.size(2)),
-                    int32_t(q.size(1)),
-                    int32_t(in.capacity().expect_int()),
-                    int32_t(q.size(3)),
-                    int32_t(v.size(3))};
+    params.sizes = sizes_of(in);
     params.options = options;
     params.q = strided_rows<const void*>(q);
     params.k = strided_rows<const void*>(k);

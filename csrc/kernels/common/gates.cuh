@@ -7,6 +7,8 @@
 // keys (scan.cuh) in quads of neighbouring keys. In shared memory a gate is at the accumulator column of its key.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/common/ptx.cuh"
 #include "kernels/common/scalars.h"
 #include "kernels/common/tile.cuh"
@@ -37,11 +39,17 @@ __device__ inline int column_offset(int k) {
 // Gates as the rows of k store them: the first kGateBytes after each key. The first kGateParts values sum to the gate.
 inline constexpr int kGateBytes = 16;
 
-// Returns the gate of a key of a 16-bit type, from the first words after the key.
+// The words after a key that hold its gate, and the gate that they hold.
 template <class T>
-__device__ inline float gate_of(uint2 words) {
-    const float2 parts = unpack<T>(words.x);
-    return parts.x + parts.y + unpack<T>(words.y).x;
+using GateWords = std::conditional_t<sizeof(T) == 2, uint2, float4>;
+template <class T>
+__device__ inline float gate_of(const GateWords<T>& words) {
+    if constexpr (sizeof(T) == 2) {
+        const float2 parts = unpack<T>(words.x);
+        return parts.x + parts.y + unpack<T>(words.y).x;
+    } else {
+        return words.x + words.y + words.z;
+    }
 }
 
 template <class T>
@@ -56,12 +64,7 @@ struct GateRows {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const uint8_t* const at = first + column_offset(4 * i + k) * kGateBytes;
-            if constexpr (sizeof(T) == 2) {
-                gates.f[k] = gate_of<T>(*reinterpret_cast<const uint2*>(at));
-            } else {
-                const float4 parts = *reinterpret_cast<const float4*>(at);
-                gates.f[k] = parts.x + parts.y + parts.z;
-            }
+            gates.f[k] = gate_of<T>(*reinterpret_cast<const GateWords<T>*>(at));
         }
         return gates;
     }

@@ -47,6 +47,19 @@ __device__ inline uint32_t load_shared(uint32_t from) {
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
     return value;
 }
+__device__ inline float2 load_shared_two(uint32_t from) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from) : "memory");
+    return x;
+}
+__device__ inline float4 load_shared_four(uint32_t from) {
+    float4 x;
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(from)
+                 : "memory");
+    return x;
+}
 __device__ inline void store_shared(uint32_t to, uint32_t value) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
 }

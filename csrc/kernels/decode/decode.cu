@@ -128,7 +128,7 @@ __device__ void fold_splits(const Params& p, const QueryRows& rows, const Exchan
 template <class T, int kDim>
 __device__ bool fold_warps(const Params& p, const QueryRows& rows, const Exchange& exchange, int64_t unit, int split,
                            int splits, float least_mass, const uint8_t* rings, Shared& shared) {
-    using S = Shape<kDim>;
+    using S = Shape<T, kDim>;
     const int warps = blockDim.x / 32, row = threadIdx.x;
     bool used_up = true;
     if (row < rows.count) {
@@ -167,10 +167,10 @@ __device__ bool fold_warps(const Params& p, const QueryRows& rows, const Exchang
 }
 
 template <class T, int kDim, bool kGated>
-__global__ void __launch_bounds__(kWarps * 32, Shape<kDim>::kBlocksPerSm)
+__global__ void __launch_bounds__(kWarps * 32, Shape<T, kDim>::kBlocksPerSm)
     attend(const __grid_constant__ Params p, const __grid_constant__ common::Scalars scalars,
            const __grid_constant__ Exchange exchange, int units, int splits, int row_tiles) {
-    using S = Shape<kDim>;
+    using S = Shape<T, kDim>;
     extern __shared__ __align__(1024) uint8_t memory[];
     const int warps = blockDim.x / 32, warp = common::uniform(threadIdx.x / 32);
     uint8_t* const rings = memory + S::kQueryBytes;
@@ -227,9 +227,9 @@ Kernel kernel_with(const Params& p) {
                       common::scalars_of<T>(p.options)};
     };
     const int widest = std::max(p.sizes.head_dim, p.sizes.head_dim_v);
-    if (widest <= 64) return of(attend<T, 64, kGated>, Shape<64>{});
-    if (widest <= 128) return of(attend<T, 128, kGated>, Shape<128>{});
-    return of(attend<T, int(kMaxHeadDim), kGated>, Shape<int(kMaxHeadDim)>{});
+    if (widest <= 64) return of(attend<T, 64, kGated>, Shape<T, 64>{});
+    if (widest <= 128) return of(attend<T, 128, kGated>, Shape<T, 128>{});
+    return of(attend<T, int(kMaxHeadDim), kGated>, Shape<T, int(kMaxHeadDim)>{});
 }
 template <class T>
 Kernel kernel_of_type(const Params& p) {
@@ -237,7 +237,14 @@ Kernel kernel_of_type(const Params& p) {
 }
 
 Kernel kernel_for(const Params& p) {
-    return p.sizes.dtype == Dtype::kBFloat16 ? kernel_of_type<common::BFloat16>(p) : kernel_of_type<common::Half>(p);
+    switch (p.sizes.dtype) {
+        case Dtype::kBFloat16:
+            return kernel_of_type<common::BFloat16>(p);
+        case Dtype::kFloat16:
+            return kernel_of_type<common::Half>(p);
+        default:
+            return kernel_of_type<float>(p);
+    }
 }
 
 // Returns the number of splits. The CTAs run in waves of `slots`, the number of CTAs that the device holds. The result
@@ -255,6 +262,12 @@ int splits_for(int64_t units, int64_t slots, int most) {
 }
 
 }  // namespace
+
+bool fits_device(const Sizes& sizes) {
+    Params p;
+    p.sizes = sizes;
+    return kernel_for(p).shared_bytes(1) <= common::max_shared_bytes_per_block();
+}
 
 Plan plan_for(const Params& p) {
     const Kernel kernel = kernel_for(p);

@@ -22,7 +22,7 @@ struct BlockTable {
 };
 
 struct Params {
-    Sizes sizes;  // k_rows: capacity of the cache for each sequence; dtype: kBFloat16 or kFloat16
+    Sizes sizes;  // k_rows: capacity of the cache for each sequence; dtype: kBFloat16, kFloat16 or kFloat32
     Options options;
     Rows<const void*> q, k, v;  // rows begin at multiples of 16 bytes, as do those of o; k with its gates, if any
     Rows<void*> o;              // of type sizes.dtype
@@ -33,6 +33,10 @@ struct Params {
     BlockTable table;
     void* workspace = nullptr;  // workspace_bytes(), aligned to kWorkspaceAlignment
 };
+
+// Returns whether a CTA of the current device can hold the rows of these dtype and head dims. fp32 rows of more than
+// 128 columns need 113 KB of shared memory; sm_86, sm_89 and sm_120 have 99 KB.
+bool fits_device(const Sizes& sizes);
 
 // How a call is distributed over the device. The plan depends on sizes only, so it is valid for every replay of a CUDA
 // graph.

@@ -45,11 +45,11 @@ struct CachedRows {
     int64_t block_stride, row_stride;
     int width;
 
-    __device__ CachedRows(const Rows<const void*>& rows, int head, int head_dim)
-        : data(static_cast<const char*>(rows.data) + head * rows.head_stride * 2),
-          block_stride(rows.batch_stride * 2),
-          row_stride(rows.row_stride * 2),
-          width(head_dim * 2) {}
+    __device__ CachedRows(const Rows<const void*>& rows, int head, int head_dim, int element_bytes)
+        : data(static_cast<const char*>(rows.data) + head * rows.head_stride * element_bytes),
+          block_stride(rows.batch_stride * element_bytes),
+          row_stride(rows.row_stride * element_bytes),
+          width(head_dim * element_bytes) {}
 };
 
 // Where the key of this lane is in the cache.
@@ -73,19 +73,21 @@ __device__ inline KeyPlace place_of(const Params& p, int batch, int key, bool ex
 // place of key i. Keys that do not exist, and columns beyond the width, become zeros.
 template <int kPitch>
 __device__ inline void load_keys(uint32_t to, const CachedRows& from, const KeyPlace& place) {
-    constexpr int kPieces = kPitch / 16, kRowsAtOnce = 32 / kPieces;
-    const int lane = threadIdx.x % 32, piece = lane % kPieces, first = lane / kPieces;
+    constexpr int kPieces = kPitch / 16, kPiecesAtOnce = kPieces < 32 ? kPieces : 32, kRowsAtOnce = 32 / kPiecesAtOnce;
+    const int lane = threadIdx.x % 32, piece = lane % kPiecesAtOnce, first = lane / kPiecesAtOnce;
     const int64_t offset = place.in(from);
     const unsigned existing = __ballot_sync(common::kAllLanes, place.exists);
-    const bool inside = piece * 16 < from.width;
     const int first_at = KeyOrder{}(first);
     const uint32_t first_to = to + first_at * kPitch + ((piece ^ first_at % 8) << 4);
 #pragma unroll
     for (int i = 0; i < kKeys / kRowsAtOnce; ++i) {
         const int key = i * kRowsAtOnce + first, row_step = KeyOrder{}(i * kRowsAtOnce);
         const int64_t at = __shfl_sync(common::kAllLanes, offset, key);
-        common::copy_async((first_to ^ row_step % 8 << 4) + row_step * kPitch, from.data + at + piece * 16,
-                           inside && (existing >> key & 1));
+#pragma unroll
+        for (int more = 0; more < kPitch; more += kPiecesAtOnce * 16)
+            common::copy_async((first_to ^ row_step % 8 << 4) + row_step * kPitch + more,
+                               from.data + at + piece * 16 + more,
+                               piece * 16 + more < from.width && (existing >> key & 1));
     }
     common::commit_copies();
 }
@@ -94,14 +96,14 @@ __device__ inline void load_keys(uint32_t to, const CachedRows& from, const KeyP
 // not exist become zeros.
 template <class T, int kPitch>
 __device__ inline void load_queries(uint32_t to, const Params& p, const QueryRows& rows) {
-    constexpr int kPieces = kPitch / 16;
+    constexpr int kPieces = kPitch / 16, kElements = 16 / int(sizeof(T));  // of a piece
     for (int i = threadIdx.x; i < kRows * kPieces; i += blockDim.x) {
         const int row = i / kPieces, piece = i % kPieces;
-        const bool exists = row < rows.count && piece * 8 < p.sizes.head_dim;
+        const bool exists = row < rows.count && piece * kElements < p.sizes.head_dim;
         const T* from = static_cast<const T*>(p.q.data);
         if (exists)
             from += rows.batch * p.q.batch_stride + rows.query(row) * p.q.row_stride +
-                    rows.head(row) * p.q.head_stride + piece * 8;
+                    rows.head(row) * p.q.head_stride + piece * kElements;
         common::copy_async(to + row * kPitch + ((piece ^ row % 8) << 4), from, exists);
     }
     common::commit_copies();

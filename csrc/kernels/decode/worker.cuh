@@ -12,19 +12,19 @@
 #include <type_traits>
 
 #include "kernels/common/scan.cuh"
-#include "kernels/decode/rows.cuh"
+#include "kernels/decode/products.cuh"
 
 namespace megatron_sb::decode {
 
 inline constexpr int kSlots = 3;
 
-template <int kDim>
+template <class T, int kDim>
 struct Shape {
-    static constexpr int kPitch = kDim * 2;
+    static constexpr int kPitch = kDim * int(sizeof(T));
     static constexpr int kSlotBytes = kKeys * kPitch, kRingBytes = kSlots * kSlotBytes;
     static constexpr int kQueryBytes = kRows * kPitch;
-    static constexpr int kBlocksPerSm = 256 / kDim;  // limits the registers of a thread
-    static constexpr int kColumnBlocks = kDim / 8;   // of 8 columns of O
+    static constexpr int kBlocksPerSm = kPitch < 512 ? 512 / kPitch : 1;  // limits the registers of a thread
+    static constexpr int kColumnBlocks = kDim / 8;                        // of 8 columns of O
     static constexpr int kOutputPitch =
         kDim + 8;  // floats from a row of O to the next; O is in the ring after the last tile
     static_assert(kRows * kOutputPitch * 4 <= kRingBytes, "the ring holds O of its warp");
@@ -46,7 +46,7 @@ struct RowLogits {
 
 template <class T, int kDim, bool kGated>
 class Worker {
-    using S = Shape<kDim>;
+    using S = Shape<T, kDim>;
 
   public:
     __device__ Worker(const Params& p, const common::Scalars& scalars, const QueryRows& rows, uint32_t queries,
@@ -58,8 +58,8 @@ class Worker {
           key_slot_(ring),
           value_slot_(ring + S::kSlotBytes),
           free_slot_(ring + 2 * S::kSlotBytes),
-          k_(p.k, rows.kv_head, p.sizes.head_dim),
-          v_(p.v, rows.kv_head, p.sizes.head_dim_v),
+          k_(p.k, rows.kv_head, p.sizes.head_dim, int(sizeof(T))),
+          v_(p.v, rows.kv_head, p.sizes.head_dim_v, int(sizeof(T))),
           logits_{scalars.scale_log2e, {}} {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -88,15 +88,15 @@ class Worker {
             load_tile_keys(newest - i - 1, more, free_slot_);
             common::wait_for_copies<2>();  // K
             __syncwarp();                  // K of all lanes has arrived
-            float s[1][kKeys / 8][4] = {};
-            common::multiply_rows<T, S::kPitch>(s, queries_, key_slot_, k_.width);
+            Scores s = {};
+            multiply_keys<T, S::kPitch>(s, queries_, key_slot_, k_.width, rows_.count);
             __syncwarp();  // all lanes have read K: its slot is free
             load_or_skip(key_slot_, v_, more);
             to_weights(s, newest - i, gates);
             common::wait_for_copies<2>();  // V
             __syncwarp();
             contain_values(newest - i);
-            common::multiply_accumulators<T, S::kPitch>(o_, s, value_slot_);
+            multiply_values<T, S::kPitch>(o_, s, value_slot_, rows_.count);
             __syncwarp();  // all lanes have read V
             const uint32_t read = value_slot_;
             value_slot_ = key_slot_;
@@ -148,8 +148,9 @@ class Worker {
             const int key = tile * kKeys + threadIdx.x % 32;
             place_ = place_of(p_, rows_.batch, rows_.first_key + key, key < rows_.visible(rows_.count - 1));
             if constexpr (kGated) {
-                const auto* const words = reinterpret_cast<const uint2*>(k_.data + place_.in(k_) + k_.width);
-                gate_words_ = place_.exists ? __ldg(words) : make_uint2(0, 0);  // other rows may hold NaN
+                using Words = common::GateWords<T>;
+                const auto* const words = reinterpret_cast<const Words*>(k_.data + place_.in(k_) + k_.width);
+                gate_words_ = place_.exists ? __ldg(words) : Words{};  // other rows may hold NaN
             }
         }
         load_or_skip(to, k_, wanted);
@@ -163,7 +164,7 @@ class Worker {
     }
 
     // Replaces q . k by A, and moves the masses to the older edge of the tile.
-    __device__ void to_weights(float (&s)[1][kKeys / 8][4], int tile, const Gates& gates) {
+    __device__ void to_weights(Scores& s, int tile, const Gates& gates) {
         const int begin = tile * kKeys;
         if (rows_.visible(0) < begin + kKeys) {
             common::Limits<1> limit;
@@ -179,10 +180,24 @@ class Worker {
         });
     }
 
-    // Returns the address in shared memory of 4 bytes of V: of key `key` of the tile, from byte `byte` of its row on.
-    __device__ uint32_t value_address(int key, int byte) const {
-        const int at = KeyOrder{}(key);
+    // Columns `column` and `column` + 1 of the values of key `key` of the tile; `column` is even.
+    __device__ uint32_t value_address(int key, int column) const {
+        const int at = KeyOrder{}(key), byte = column * int(sizeof(T));
         return value_slot_ + at * S::kPitch + ((byte / 16 ^ at % 8) << 4) + byte % 16;
+    }
+    __device__ float2 load_values(int key, int column) const {
+        const uint32_t address = value_address(key, column);
+        if constexpr (sizeof(T) == 2)
+            return common::unpack<T>(common::load_shared(address));
+        else
+            return common::load_shared_two(address);
+    }
+    __device__ void store_values(int key, int column, float x, float y) const {
+        const uint32_t address = value_address(key, column);
+        if constexpr (sizeof(T) == 2)
+            common::store_shared(address, common::pack<T>(x, y));
+        else
+            common::store_shared(address, __float_as_uint(x), __float_as_uint(y));
     }
 
     // Some keys of the newest tiles are visible to the later rows only. The weight of such a key is 0 in the earlier
@@ -194,8 +209,8 @@ class Worker {
         if (first >= end) return;
         bool finite = true;
         for (int key = first; key < end; ++key)
-            for (int byte = threadIdx.x % 32 * 4; byte < S::kPitch; byte += 128) {
-                const float2 x = common::unpack<T>(common::load_shared(value_address(key, byte)));
+            for (int column = threadIdx.x % 32 * 2; column < kDim; column += 64) {
+                const float2 x = load_values(key, column);
                 finite &= isfinite(x.x) && isfinite(x.y);
             }
         if (__all_sync(common::kAllLanes, finite)) return;
@@ -205,8 +220,8 @@ class Worker {
     __device__ void move_infinities(int key, int key_in_tile) {
 #pragma unroll
         for (int n = 0; n < S::kColumnBlocks; ++n) {
-            const uint32_t address = value_address(key_in_tile, (8 * n + 2 * (threadIdx.x % 4)) * 2);
-            const float2 x = common::unpack<T>(common::load_shared(address));
+            const int column = 8 * n + 2 * (threadIdx.x % 4);
+            const float2 x = load_values(key_in_tile, column);
             const bool keep_x = isfinite(x.x), keep_y = isfinite(x.y);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
@@ -214,7 +229,7 @@ class Worker {
                 if (!keep_y && visible_[r] > key) o_[0][n][2 * r + 1] += x.y;
             }
             __syncwarp();  // eight lanes have read this value; all of them write the same one
-            common::store_shared(address, common::pack<T>(keep_x ? x.x : 0.f, keep_y ? x.y : 0.f));
+            store_values(key_in_tile, column, keep_x ? x.x : 0.f, keep_y ? x.y : 0.f);
         }
     }
 
@@ -224,8 +239,8 @@ class Worker {
     const uint32_t queries_;
     uint32_t key_slot_, value_slot_, free_slot_;  // slots of K and V of this tile, and the slot to fill next
     const CachedRows k_, v_;
-    KeyPlace place_ = {};    // of the tile that was requested last
-    uint2 gate_words_ = {};  // of this lane's key of that tile, with forget gates
+    KeyPlace place_ = {};                   // of the tile that was requested last
+    common::GateWords<T> gate_words_ = {};  // of this lane's key of that tile, with forget gates
     RowLogits logits_;
     int visible_[2];
     float mass_[1][2];  // multiplied by kWeightScale, at the newer edge of the next tile

@@ -11,7 +11,9 @@ from megatron_sb import stickbreaking_attention_with_kvcache
 
 pytestmark = pytest.mark.gpu
 
-halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+every_dtype = pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"]
+)
 paged = pytest.mark.parametrize("block_size", [None, 64], ids=["contiguous", "paged"])
 LONG = 65536
 
@@ -24,7 +26,7 @@ def assert_same(actual, expected) -> None:
 @pytest.mark.parametrize("threshold", [0.0, 2.0**-24])
 @pytest.mark.parametrize("regime", ["mean -11", "mean -8", "mean -3.2", "randn"])
 @paged
-@halves
+@every_dtype
 def test_many_splits(dtype, block_size, regime, threshold):
     """64K keys of one sequence and few heads use the maximum number of splits."""
     sizes = {"h": 2, "h_kv": 1, "d": 128, "block_size": block_size, "mass_threshold": threshold}
@@ -32,7 +34,7 @@ def test_many_splits(dtype, block_size, regime, threshold):
 
 
 @pytest.mark.parametrize(("h", "h_kv", "d"), [(32, 32, 128), (12, 12, 128), (32, 8, 128), (24, 24, 64), (8, 1, 256)])
-@halves
+@every_dtype
 def test_shapes_of_models(dtype, h, h_kv, d):
     """Sequences of different lengths in a batch, 4K keys."""
     assert_accurate(CacheCase([4096, 3001, 64, 17], h=h, h_kv=h_kv, d=d, regime="mean -8", dtype=dtype))
@@ -41,7 +43,7 @@ def test_shapes_of_models(dtype, h, h_kv, d):
 @pytest.mark.parametrize("ends", [[LONG], [9000, 200, 9000]], ids=["one", "three"])
 @pytest.mark.parametrize("regime", ["mean -11", "mean -6", "randn", "alternating"])
 @paged
-@halves
+@every_dtype
 def test_bitwise_deterministic(dtype, block_size, regime, ends):
     """Ten runs with early exit are bitwise equal while another stream works: timing does not affect the result."""
     case = CacheCase(ends, h=4, h_kv=2, d=128, regime=regime, dtype=dtype, block_size=block_size, mass_threshold=2**-24)
@@ -85,7 +87,7 @@ def test_no_synchronisation(dtype, block_size):
         stickbreaking_attention_with_kvcache(*tensors, **options)
 
 
-@halves
+@every_dtype
 def test_batch_elements_are_independent(dtype):
     """A sequence full of NaN does not change the results of the other sequences."""
     case = CacheCase([3000, 2000, 3000], h=8, h_kv=2, d=64, dtype=dtype)
@@ -101,7 +103,7 @@ def test_batch_elements_are_independent(dtype):
 @pytest.mark.parametrize(("name", "value"), [("k", math.nan), ("v", math.nan), ("v", math.inf), ("v", -math.inf)])
 @pytest.mark.parametrize("d", [64, 128, 256])
 @paged
-@halves
+@every_dtype
 def test_keys_that_a_query_does_not_see(dtype, block_size, d, name, value, later):
     """A NaN or an infinity in the key of a later query changes no earlier query, not even within a tile of 32 keys."""
     sizes = {"s_q": 6, "h": 4, "h_kv": 2, "d": d, "attend_current": True, "block_size": block_size}
@@ -115,7 +117,7 @@ def test_keys_that_a_query_does_not_see(dtype, block_size, d, name, value, later
     assert not o[:, later:].isfinite().any()
 
 
-@halves
+@every_dtype
 def test_used_up_rows_do_not_read_older_keys(dtype):
     """NaN in keys older than one that takes the whole stick has no effect, for every number of splits."""
     case = CacheCase([LONG], h=2, h_kv=1, d=128, regime="mean -11", dtype=dtype, mass_threshold=2.0**-24)
@@ -126,7 +128,7 @@ def test_used_up_rows_do_not_read_older_keys(dtype):
     assert o.isfinite().all() and (mass <= 2.0**-24).all()
 
 
-@halves
+@every_dtype
 def test_views_of_a_fused_cache(dtype):
     """Keys and values interleaved in one tensor, heads before rows, give bitwise the results of contiguous ones."""
     case = CacheCase([900, 800], h=8, h_kv=2, d=64, dtype=dtype)
