@@ -75,7 +75,7 @@ class Records {
     }
 
     ExpiredWait* on_device(int device) {
-        const std::lock_guard<std::mutex> lock(mutex_);
+        const std::lock_guard<std::recursive_mutex> lock(mutex_);
         const auto found = records_.find(device);
         if (found != records_.end()) return found->second.of_device;
         return records_.emplace(device, allocate()).first->second.of_device;
@@ -84,7 +84,7 @@ class Records {
     std::string describe_all() {
         // A child after fork() does not have the memory that CUDA allocated in its parent.
         if (getpid() != process_) return "";
-        const std::lock_guard<std::mutex> lock(mutex_);
+        const std::lock_guard<std::recursive_mutex> lock(mutex_);
         std::string text;
         for (const auto& [device, record] : records_)
             if (*record.of_host != 0) text += (text.empty() ? "" : " ") + describe(device, *record.of_host);
@@ -114,7 +114,8 @@ class Records {
     }
 
     const pid_t process_ = getpid();
-    std::mutex mutex_;
+    // Recursive: on_device() holds it while allocate() runs, and if that fails, check() calls describe_all().
+    std::recursive_mutex mutex_;
     std::map<int, Record> records_;
     std::atomic<bool> seen_ = false;
 };
