@@ -113,10 +113,9 @@ class Attend : public torch::autograd::Function<Attend> {
     }
 };
 
-// q, k, v of rank 4. The arguments have passed check_attention and check_variants.
-TensorPair attend(const AttentionCall& call, const OptionalTensor& segments,
+// q, k, v of rank 4. The arguments have passed check_attention and check_variants. options: block_options() of the call.
+TensorPair attend(const AttentionCall& call, const BlockOptions& options, const OptionalTensor& segments,
                   const std::optional<c10::SymInt>& max_seqlen_k) {
-    const BlockOptions options = block_options(call.options, call.q);
     const BiasColumns columns = bias_columns(call.options, options.scale);
     const at::Tensor q = extended_queries(call.q, call.options.query_bias, columns);
     const at::Tensor k = extended_keys(call.k, call.options.key_bias, call.options.forget_gate, columns);
@@ -135,7 +134,7 @@ TensorPair attention(const Arguments& arguments) {
     check_lengths(call.q, call.k);
     check_attention(call.q, call.k, call.v);
     check_variants(call.q, call.k, call.options);
-    return attend(call, std::nullopt, std::nullopt);
+    return attend(call, block_options(call.options, call.q), std::nullopt, std::nullopt);
 }
 
 TensorPair attention_varlen(const Arguments& arguments) {
@@ -154,16 +153,17 @@ TensorPair attention_varlen(const Arguments& arguments) {
     const auto max_seqlen_k = arguments.get<std::optional<c10::SymInt>>("max_seqlen_k");
     TORCH_CHECK_VALUE(!max_seqlen_k.has_value() || *max_seqlen_k >= 0, "max_seqlen_k must be at least 0, got ",
                       max_seqlen_k.value_or(0));
-    static const Operator segments("megatron_sb::segments");
-    const torch::jit::Stack table = segments.call(
-        {{"cu_seqlens", cu_seqlens}, {"cu_seqlens_k", cu_seqlens_k}, {"q_rows", q_rows}, {"k_rows", k_rows}});
     const at::Tensor packed_q = call.q, packed_k = call.k;
     for (at::Tensor* x : {&call.q, &call.k, &call.v}) *x = x->unsqueeze(0);
     check_attention(call.q, call.k, call.v);
     check_variants(packed_q, packed_k, call.options);  // its errors name the shapes without the batch
+    const BlockOptions options = block_options(call.options, call.q);
+    static const Operator segments("megatron_sb::segments");
+    const torch::jit::Stack table = segments.call(
+        {{"cu_seqlens", cu_seqlens}, {"cu_seqlens_k", cu_seqlens_k}, {"q_rows", q_rows}, {"k_rows", k_rows}});
     for (OptionalTensor* x : {&call.options.forget_gate, &call.options.query_bias, &call.options.key_bias})
         if (x->has_value()) *x = (*x)->unsqueeze(0);
-    const auto [o, mass] = attend(call, table[0].toTensor(), max_seqlen_k);
+    const auto [o, mass] = attend(call, options, table[0].toTensor(), max_seqlen_k);
     return {o.squeeze(0), mass.squeeze(0)};
 }
 

@@ -303,6 +303,13 @@ def test_sizes_that_int32_cannot_count_raise_an_error(call, shape, words):
         call(torch.empty(shape, device="meta"))
 
 
+def test_too_many_packed_rows_raise_an_error_that_names_q():
+    """It named q_rows, an argument of an operator inside."""
+    q = zeros(1, 1, 8).expand(2**31, 1, 8)
+    with pytest.raises(ValueError, match=mentions("q number of rows 2147483648")):
+        stickbreaking_attention_varlen(q, q, q, cu([0, 8]))
+
+
 def test_more_segments_and_blocks_than_an_int32_counts_raise_an_error():
     q = torch.empty(1, 8, 1, 8, device="meta")
     with pytest.raises(ValueError, match=mentions("segments number 4294967296")):
