@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kSumThreads)
             sum += plan.partial_gates[at + (__ffs(left) - 1) * stride];
         write_gate_columns(address_of<Out>(p.dk, batch, head, row) + p.sizes.head_dim, sum);
     };
-    if (threadIdx.x >= rows_at_once * threads_of_row) return;  // of 192 columns
+    if (threadIdx.x >= rows_at_once * threads_of_row) return;  // with 72, 136 or 192 columns
     for (int key = first_key + threadIdx.x / threads_of_row; key < keys; key += rows_at_once) {
         if (p.options.forget_gate && column == 0) add_gate(tile_row + key);
         add(plan.partial_dk, p.dk, p.sizes.head_dim, tile_row + key);

@@ -9,10 +9,10 @@
 // tile sends it. dK and dV are summed in registers, also over the query heads of a KV head. dQ is summed in global
 // memory, oldest key tile first. If there are too few key tiles for all CTAs, several CTAs share a tile (bwd_parts.h).
 //
-// Warpgroup 0: one warp loads Q, dO, K and V (bwd_step_loader.cuh); three warps exchange carries with other CTAs and
-// order the additions to dQ (bwd_carries.cuh). The other warpgroups compute: two at head_dim 128
-// (bwd_consumer_d128.cuh), three at head_dim 64 and for wide heads (bwd_scan_warpgroup.cuh, bwd_consumer_d64.cuh,
-// bwd_consumer_wide.cuh). README.md has drawings and a list of the barriers.
+// Warpgroup 0: one warp loads Q, dO, K and V (bwd_step_loader.cuh), two warps exchange carries with other CTAs
+// (bwd_carries.cuh), and one orders the additions to dQ (bwd_additions.cuh). The other warpgroups compute: two at
+// head_dim 128 (bwd_consumer_d128.cuh), three at head_dim 64 and for wide heads (bwd_scan_warpgroup.cuh,
+// bwd_consumer_d64.cuh, bwd_consumer_wide.cuh). README.md has drawings and a list of the barriers.
 #pragma once
 
 #include <algorithm>

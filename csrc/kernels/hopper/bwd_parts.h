@@ -58,8 +58,9 @@ struct TileParts {
     }
 };
 
-// Chooses the parts from the sizes alone, so equal sizes have the same order of sums on every GPU. The constants come
-// from a model of tickets and carries on 132 CTAs (docs/design/kernels-hopper-backward.md).
+// Chooses the parts from the sizes and the number of segments alone. So calls that have both in common have the same
+// order of sums on every GPU. The constants come from a model of tickets and carries on 132 CTAs
+// (docs/design/kernels-hopper-backward.md).
 inline TileParts choose_tile_parts(const Sizes& z, int num_segments) {
     constexpr int kFewTickets = 250, kManyTickets = 500, kMostTickets = 1600;  // kMostTickets bounds the workspace
     constexpr int kFewChains = 4, kManyChains = 8, kLeastSteps = 16, kStepsForThreeRanges = 1024;

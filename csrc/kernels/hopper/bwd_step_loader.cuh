@@ -7,9 +7,9 @@
 //     qdo.full          consumers wait
 //     qdo.empty         every consumer thread arrives after its products
 //     kv.full           consumers wait
-//     kv.empty          each consumer warp arrives at the end of a key tile
-//     steps.full        the three warps of bwd_carries.cuh wait
-//     steps.empty       the three warps of bwd_carries.cuh arrive when they no longer need the description
+//     kv.empty          consumers arrive at the end of a key tile
+//     steps.full        warps 1 to 3 wait (bwd_carries.cuh, bwd_additions.cuh)
+//     steps.empty       warps 1 to 3 arrive when they no longer need the description
 // Consumers have no barrier for step descriptions. They wait on qdo.full, on which lane 0 arrives after it has written
 // the description. kStepRing (bwd_traits.h) explains why the loader does not overwrite one too early.
 #pragma once
@@ -175,9 +175,9 @@ class StepLoader {
         return low;
     }
 
-    // Hands the pending step to the other warps. Waits on qdo.empty (consumers arrive) and steps.empty (the warps
-    // of bwd_carries.cuh arrive). With the first step of a key tile it also loads K and V. Their buffer is the last to
-    // become free, so K and V are loaded after Q and dO.
+    // Hands the pending step to the other warps. Waits on qdo.empty (consumers arrive) and steps.empty (warps 1 to 3
+    // arrive). With the first step of a key tile it also loads K and V. Their buffer is the last to become free, so K
+    // and V are loaded after Q and dO.
     __device__ void publish_pending(int flags) {
         const StepPlace place = StepPlace::of(number_);
         const bool more = !(flags & kEndOfWork), begins_tile = more && new_key_tile_;
