@@ -32,8 +32,8 @@ class Transport {
     // The device for small tensors that the host reads.
     virtual c10::Device control_device() const = 0;
 
-    // Sends the tensors of `sends` and fills the tensors of `receives`. Messages without
-    // elements are not sent; both ranks know which these are.
+    // Sends the tensors of `sends` and fills the tensors of `receives`. Messages without elements are not sent; both
+    // ranks know which these are.
     virtual std::unique_ptr<Pending> exchange(const std::vector<Message>& sends,
                                               const std::vector<Message>& receives) = 0;
     // output (size, ...): the input (...) of every rank, in the order of the ranks. Both contiguous.

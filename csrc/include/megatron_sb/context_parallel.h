@@ -120,7 +120,8 @@ std::tuple<at::Tensor, at::Tensor> context_parallel_attention(const at::Tensor& 
 // The forward sends nothing. The backward is collective: it gathers the gradients of all ranks, so every rank gets the
 // gradient of the sum of all ranks' losses.
 //
-// Throws c10::ValueError if x has no dimension `dim`, and std::invalid_argument for other invalid arguments.
+// Throws c10::ValueError if x has no dimension `dim` or no rows there, c10::TypeError if x holds no elements (a
+// FakeTensor), and std::invalid_argument for other invalid arguments.
 at::Tensor shard_sequence(const at::Tensor& x, const std::string& group_name, int64_t dim = 1,
                           const std::string& layout = "zigzag",
                           const std::optional<std::vector<int64_t>>& cu_seqlens = std::nullopt,

@@ -65,9 +65,9 @@ __host__ __device__ inline int blocks_to_examine(int rows) {
 }
 
 // Calls f(row) for each row of a CTA that no range(segment) contains. All lanes of a warp call f together. CTA `block`
-// examines kRowsToExamine rows; rows from `rows` on are ignored. All threads must call this, at least kRowsToExamine.
-// `changes` is shared memory with one entry for each thread: first the number of ranges that begin at a row, minus the
-// number that end there, then whether the row is covered.
+// examines kRowsToExamine rows; rows from `rows` on are ignored. The CTA must have at least kRowsToExamine threads, and
+// all of them must call this. `changes` is shared memory with one entry for each thread: first the number of ranges
+// that begin at a row, minus the number that end there, then how many ranges contain the row.
 template <class Range, class F>
 __device__ inline void for_uncovered_row(const Sizes& sizes, const Segments& segments, int block, int rows,
                                          int* changes, int* warp_values, Range range, F f) {

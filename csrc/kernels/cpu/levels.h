@@ -4,7 +4,7 @@
 // If two objects of different levels defined the same inline function, the linker would keep either one, and an older
 // CPU could meet instructions that it does not have. Therefore everything that fwd.cpp and bwd.cpp define is in the
 // namespace of their level. They use no container of the standard library, and allocate no memory: launch.cpp does both
-// for them. The test cpu_levels checks the symbols of the objects.
+// for them. The tests cpu_level_* check the symbols of the objects.
 #pragma once
 
 #include <cstdint>

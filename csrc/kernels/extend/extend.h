@@ -15,7 +15,7 @@ struct Params {
     Dtype dtype;              // of x and x'; kBFloat16 or kFloat16
     Side side;                // kNone: no columns for a number and ones
     bool norms;               // Euclidean logits
-    int32_t rows, num_heads;  // a batch has batch * rows rows
+    int32_t rows, num_heads;  // rows: of one batch element
     int32_t batch;
     int32_t head_dim;             // of x: a multiple of 8, at most 256
     Rows<const void*> x;          // rows begin at multiples of 16 bytes, as in all tensors here

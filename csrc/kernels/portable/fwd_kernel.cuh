@@ -4,7 +4,8 @@
 //   S = Q K^T,   e = exp(z),   A_k = e_k P_k (scan.cuh),   O += A V,   P <- P / prod (1 + e)
 //
 // It stops when no row has mass left. K has two buffers and V one: V of this tile and K of the next are loaded while S
-// is computed.
+// is computed. If a row takes more than 256 bytes, K has one buffer, and the next K is loaded while O is computed. If
+// it takes more than 512 bytes, Q, K and V are loaded in pieces, and nothing is loaded in advance.
 #pragma once
 
 #include "kernels/common/query_tiles.h"
