@@ -147,10 +147,12 @@ at::Tensor extend_backward_on_gpu(const at::Tensor& d_extended_given, const at::
 }
 #endif
 
-Side side_of(const Arguments& arguments) {
+// Returns the side, which must be kQuery or kKey if the call `needs` the columns of a number.
+Side side_of(const Arguments& arguments, bool needs) {
     const auto side = arguments.get<int64_t>("side");
-    TORCH_CHECK_VALUE(side >= 0 && side <= int64_t(Side::kKey), "side must be from 0 to ", int64_t(Side::kKey),
-                      ", got ", side);
+    const int64_t least = needs ? 1 : 0, most = static_cast<int64_t>(Side::kKey);
+    TORCH_CHECK_VALUE(side >= least && side <= most, "side must be from ", least, " to ", most,
+                      least > 0 ? " with a bias or norms" : "", ", got ", side);
     return static_cast<Side>(side);
 }
 
@@ -186,7 +188,9 @@ void check_backward(const at::Tensor& d_extended, const at::Tensor& extended, co
 }
 
 Columns columns_of(const Arguments& arguments) {
-    return {side_of(arguments), arguments.get<bool>("norms"), arguments.get<double>("scale")};
+    const auto norms = arguments.get<bool>("norms");
+    const bool has_bias = arguments.optional_tensor("bias").has_value();
+    return {side_of(arguments, norms || has_bias), norms, arguments.get<double>("scale")};
 }
 
 }  // namespace
@@ -237,15 +241,17 @@ OneTensor extend_backward_op(const Arguments& arguments) {
     const at::Tensor d_extended = arguments.tensor("d_extended"), extended = arguments.tensor("extended");
     const int64_t head_dim = arguments.get<c10::SymInt>("head_dim").expect_int();
     check_backward(d_extended, extended, head_dim);
+    const Side side = side_of(arguments, true);
 #if defined(SB_WITH_CUDA)
-    if (on_gpu(extended)) return extend_backward_on_gpu(d_extended, extended, side_of(arguments), head_dim);
+    if (on_gpu(extended)) return extend_backward_on_gpu(d_extended, extended, side, head_dim);
 #endif
-    return backward_of_tensors(d_extended, extended, side_of(arguments), head_dim);
+    return backward_of_tensors(d_extended, extended, side, head_dim);
 }
 OneTensor extend_backward_fake(const Arguments& arguments) {
     const at::Tensor d_extended = arguments.tensor("d_extended");
     const auto head_dim = arguments.get<c10::SymInt>("head_dim");
     check_backward(d_extended, arguments.tensor("extended"), head_dim);
+    side_of(arguments, true);
     c10::SymDimVector sizes(d_extended.sym_sizes().begin(), d_extended.sym_sizes().end());
     sizes.back() = head_dim;
     return at::empty_symint(sizes, d_extended.options());

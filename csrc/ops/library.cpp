@@ -65,7 +65,7 @@ TORCH_LIBRARY(megatron_sb, m) {
         "float? scale=None) -> Tensor");
 
     // What these two compute, without autograd: (b, s, h, d) -> (b, s, h, d'). side: 0 without bias columns, 1 those of
-    // queries, 2 those of keys. The backward computes the gradient of x with norms.
+    // queries, 2 those of keys. A bias or norms need bias columns. The backward computes the gradient of x with norms.
     m.def(
         "extend_forward(Tensor x, Tensor? bias, Tensor? gate, int side, bool norms=False, float scale=1.0) -> Tensor");
     m.def("extend_backward(Tensor d_extended, Tensor extended, int side, SymInt head_dim) -> Tensor");

@@ -453,6 +453,8 @@ class TestColumns:
             (lambda: {"bias": torch.zeros(1, 1, 1)}, ValueError, "bias 1, 8, 2 1, 1, 1"),
             (lambda: {"gate": torch.zeros(1, 8, 2, dtype=torch.float64)}, TypeError, "gate Float Double"),
             (lambda: {"side": 3}, ValueError, "side 2 3"),
+            (lambda: {"side": 0, "norms": True}, ValueError, "side 1 2 norms 0"),
+            (lambda: {"side": 0, "bias": torch.zeros(1, 8, 2)}, ValueError, "side 1 2 bias 0"),
         ],
     )
     def test_invalid_arguments(self, changes, error, words):
@@ -460,6 +462,11 @@ class TestColumns:
         arguments = {"x": torch.zeros(1, 8, 2, 16), "bias": None, "gate": None, "side": 1} | changes()
         with pytest.raises(error, match=mentions(words)):
             ops.extend_forward(**arguments)
+
+    def test_a_backward_without_norms_raises_an_error(self):
+        x = torch.zeros(1, 8, 2, 24)
+        with pytest.raises(ValueError, match=mentions("side 1 2 0")):
+            ops.extend_backward(x, x, 0, 16)
 
 
 @pytest.mark.parametrize(
