@@ -113,7 +113,8 @@ class Attend : public torch::autograd::Function<Attend> {
     }
 };
 
-// q, k, v of rank 4. The arguments have passed check_attention and check_variants. options: block_options() of the call.
+// q, k, v of rank 4. The arguments have passed check_attention and check_variants. `options` are the block_options() of
+// the call.
 TensorPair attend(const AttentionCall& call, const BlockOptions& options, const OptionalTensor& segments,
                   const std::optional<c10::SymInt>& max_seqlen_k) {
     const BiasColumns columns = bias_columns(call.options, options.scale);
@@ -145,8 +146,8 @@ TensorPair attention_varlen(const Arguments& arguments) {
     const at::Tensor cu_seqlens = arguments.tensor("cu_seqlens");
     const OptionalTensor own_cu_seqlens_k = arguments.optional_tensor("cu_seqlens_k");
     const at::Tensor cu_seqlens_k = own_cu_seqlens_k.value_or(cu_seqlens);
-    check_cu_seqlens_form("cu_seqlens", cu_seqlens, call.q);
-    check_cu_seqlens_form("cu_seqlens_k", cu_seqlens_k, call.q);
+    check_cu_seqlens_form("cu_seqlens", cu_seqlens, call.q, "q");
+    check_cu_seqlens_form("cu_seqlens_k", cu_seqlens_k, call.q, "q");
     const c10::SymInt q_rows = call.q.sym_size(0), k_rows = call.k.sym_size(0);
     TORCH_CHECK_VALUE(own_cu_seqlens_k.has_value() || q_rows == k_rows,
                       "without cu_seqlens_k, q and k must have equal numbers of rows, got ", q_rows, " and ", k_rows);

@@ -64,8 +64,8 @@ int32_t row_count(const Arguments& arguments, const char* name) {
 
 OneTensor segments(const Arguments& arguments) {
     const at::Tensor cu_seqlens = arguments.tensor("cu_seqlens"), cu_seqlens_k = arguments.tensor("cu_seqlens_k");
-    check_cu_seqlens_form("cu_seqlens", cu_seqlens, cu_seqlens);
-    check_cu_seqlens_form("cu_seqlens_k", cu_seqlens_k, cu_seqlens);
+    check_cu_seqlens_form("cu_seqlens", cu_seqlens, cu_seqlens, "cu_seqlens");
+    check_cu_seqlens_form("cu_seqlens_k", cu_seqlens_k, cu_seqlens, "cu_seqlens");
     TORCH_CHECK_VALUE(cu_seqlens.numel() == cu_seqlens_k.numel(),
                       "cu_seqlens_k must have as many documents as cu_seqlens, ", cu_seqlens.numel() - 1, ", got ",
                       cu_seqlens_k.numel() - 1);

@@ -105,13 +105,14 @@ void check_options(const Options& options) {
                       options.reach, " and ", options.reach_step);
 }
 
-void check_cu_seqlens_form(const char* name, const at::Tensor& cu_seqlens, const at::Tensor& q) {
+void check_cu_seqlens_form(const char* name, const at::Tensor& cu_seqlens, const at::Tensor& like,
+                           const char* like_name) {
     check_defined(name, cu_seqlens);
     TORCH_CHECK_TYPE(cu_seqlens.scalar_type() == at::kInt, name, ": dtype must be int32, got ",
                      cu_seqlens.scalar_type());
     check_rank(name, cu_seqlens, 1, "(documents + 1,)");
     TORCH_CHECK_VALUE(cu_seqlens.sym_size(0) >= 1, name, " must have documents + 1 entries, got none");
-    check_device(name, cu_seqlens, q, "q");
+    check_device(name, cu_seqlens, like, like_name);
 }
 
 void check_cu_seqlens_values(const char* name, const at::Tensor& cu_seqlens, int64_t rows) {

@@ -50,8 +50,9 @@ void check_lengths(const at::Tensor& q, const at::Tensor& k);
 
 void check_options(const Options& options);
 
-// cu_seqlens is int32 (documents + 1,) on the device of q. Reads no values.
-void check_cu_seqlens_form(const char* name, const at::Tensor& cu_seqlens, const at::Tensor& q);
+// cu_seqlens is int32 (documents + 1,) on the device of `like`. Reads no values.
+void check_cu_seqlens_form(const char* name, const at::Tensor& cu_seqlens, const at::Tensor& like,
+                           const char* like_name);
 
 // CPU only: the values start at 0, never decrease and end within `rows`.
 void check_cu_seqlens_values(const char* name, const at::Tensor& cu_seqlens, int64_t rows);
