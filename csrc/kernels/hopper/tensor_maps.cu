@@ -67,12 +67,13 @@ CUtensorMap encode(const Rows<const void*>& tensor, Dtype dtype, const cuuint64_
     const CUresult result = encode_function()(&map, type, kRank, const_cast<void*>(tensor.data), sizes, bytes, box,
                                               kSteps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
                                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result != CUDA_SUCCESS)
-        throw RuntimeFailure(concat("cuTensorMapEncodeTiled failed with CUresult ", int(result),
-                                    " for a tensor with strides (batch, row, head) = (", tensor.batch_stride, ", ",
+    // The last dimension is that of HeadIndex, whose numbers are int32.
+    if (result != CUDA_SUCCESS || sizes[kRank - 1] > cuuint64_t(INT32_MAX))
+        throw RuntimeFailure(concat("cuTensorMapEncodeTiled gave no usable map (CUresult ", int(result),
+                                    ") for a tensor with strides (batch, row, head) = (", tensor.batch_stride, ", ",
                                     tensor.row_stride, ", ", tensor.head_stride,
-                                    ") elements. Strides must be multiples of 8 elements and below 2^39, and the data "
-                                    "must start at a multiple of 16 bytes."));
+                                    ") elements. Data and strides must be multiples of 16 bytes, strides below 2^39, "
+                                    "and heads within 2^31 times the common divisor of batch and head strides."));
     return map;
 }
 

@@ -10,7 +10,8 @@
 namespace megatron_sb::hopper {
 
 // Joins batch and head into one coordinate, the head index: batch * per_batch + head * per_head. Its stride is the
-// greatest common divisor of the strides of batch and head.
+// greatest common divisor of the strides of batch and head. It is less than 2^31: make_query_map() and make_key_map()
+// throw RuntimeFailure for other tensors, and if the driver refuses a map.
 struct HeadIndex {
     int32_t per_batch, per_head;
     SB_HOST_DEVICE int32_t operator()(int batch, int head) const { return batch * per_batch + head * per_head; }
