@@ -67,10 +67,10 @@ class CallAgreement {
     // timeout. With a non-empty `error`, publishes it for the ranks that ask, and throws InvalidArgument with it.
     CallPointer agree(Call call, const std::string& error);
 
-    // To be called when the transfers of a call have been posted. A call that fails before that may be repeated.
+    // Call this when the transfers of a call have been posted. A call that fails before that may be repeated.
     void count(const AgreedCall& call);
 
-    // To be called on a rank whose transfer of a known call has failed. If another rank asks about a new call, throws
+    // Call this on a rank whose transfer of a known call has failed. If another rank asks about a new call, throws
     // InvalidArgument, which names what differs and quotes the failure.
     void explain_failure(const Call& call, const std::string& failure);
 
@@ -91,7 +91,7 @@ class CallAgreement {
     const int64_t nonce_;
     // Guards the members below. No thread holds it while it waits for another rank.
     std::mutex mutex_;
-    std::condition_variable decided_;  // notified when a thread has finished to ask
+    std::condition_variable decided_;  // notified when a thread has finished asking
     // By the values of the fields. Null: a thread is asking, and the other threads that make this call wait for it.
     std::map<std::string, CallPointer> calls_;
     int64_t num_new_calls_ = 0;

@@ -25,8 +25,8 @@ c10::intrusive_ptr<c10d::Store> store_of(const ProcessGroup& group) {
     return group.*GroupWithStore::kStore;
 }
 
-// torch 2.8 tells the timeout of a backend only to Python. megatron_sb/ops/group_timeout.py registers this operator. A
-// C++ program has no such operator: the timeout of the store holds, which is that of init_process_group in Python.
+// torch 2.8 has the timeout of a backend in Python only. megatron_sb/ops/group_timeout.py registers this operator. A
+// C++ program has no such operator and uses the timeout of the store, which is that of init_process_group in Python.
 milliseconds timeout_of(ProcessGroup& group) {
     const auto group_timeout = c10::Dispatcher::singleton().findSchema({"megatron_sb::group_timeout", ""});
     if (!group_timeout) return std::min<milliseconds>(kBackendDefaultTimeout, store_of(group)->getTimeout());

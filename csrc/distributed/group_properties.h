@@ -1,4 +1,4 @@
-// What torch tells about a process group. This is the only file of the operators that depends on the version of torch.
+// Properties of a process group. Its source is the only file of the operators that depends on the version of torch.
 #pragma once
 
 #include <chrono>

@@ -31,7 +31,8 @@ class ContextParallelPlan::State {
     const plan::Partition partition;
     const plan::Packing packing;
     const bool packed;
-    // Of a layout without a ring, if they are few: comm = "auto" asks in each call. Other plans do not count them.
+    // The counts for a layout without a ring, if they are few. comm = "auto" reads them in each call. Plans with a ring
+    // do not have them.
     const std::optional<plan::KeyRowCounts> key_rows_without_ring;
 
     // Returns the tables on a device, for `num_exchanging` ranks that exchange heads (rank_plan.h), for use on the

@@ -18,8 +18,8 @@ namespace {
 #if defined(SB_WITH_CUDA)
 using c10::cuda::CUDAStream;
 
-// Returns the side stream of `main`, which lives as long as the process. It is none of torch's pool of streams: others
-// could use those, too.
+// Returns the side stream of `main`. It exists until the process ends. It does not come from torch's pool of streams,
+// because other code can use the streams of the pool.
 CUDAStream side_of(const CUDAStream& main) {
     static std::mutex mutex;
     static std::unordered_map<CUDAStream, CUDAStream> sides;

@@ -13,8 +13,9 @@ namespace megatron_sb::ops {
 // work that the current stream has at the call, and what the current stream gets afterwards begins after the work of
 // both.
 //
-// second() must return two kinds of tensors: those that it makes and later work reads, and those that its own work
-// reads and it lets go of. Their memory is then not given away before this work is complete.
+// second() must return two kinds of tensors: those that it makes and that later work reads, and those that its own work
+// reads and of which it drops the last reference. The allocator then reuses their memory only after this work is
+// complete.
 void side_by_side(c10::Device device, c10::function_ref<void()> first,
                   c10::function_ref<std::vector<at::Tensor>()> second);
 

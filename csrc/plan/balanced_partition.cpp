@@ -248,8 +248,9 @@ bool is_balanced(const std::vector<Window>& ranks) {
     return is_balanced(ranks, std::max_element(ranks.begin(), ranks.end(), fewer_tiles)->tiles);
 }
 
-// Divides the rows of the rank with the most work and of a rank with little work anew, until the work is balanced or no
-// partner helps. How well two ranks can divide their rows depends on where tiles end, so several partners are tried.
+// Divides the rows of two ranks again, of the one with the most work and of one with little work, until the work is
+// balanced or no partner helps. How well two ranks can divide their rows depends on where tiles end, so several
+// partners are tried.
 void even_out(std::vector<Window>& ranks, const TileCounter& count) {
     for (size_t step = 0; step < ranks.size(); ++step) {
         std::sort(ranks.begin(), ranks.end(), fewer_tiles);

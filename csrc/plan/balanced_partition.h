@@ -15,7 +15,7 @@
 // and it changes in small steps. So some position has nearly the work W / n. Rank 0 gets this part. The rest of the
 // stream, without the hole, is split in the same way for the other ranks. Each rank adds at most two cuts. Tiles make
 // the steps coarse if documents are long and ranks have few rows. Then pairs of ranks, one with much and one with
-// little work, divide their rows anew, which also adds at most two cuts for each rank.
+// little work, divide their rows again, which also adds at most two cuts for each rank.
 #pragma once
 
 #include <cstdint>

@@ -7,7 +7,7 @@
 namespace megatron_sb::plan {
 namespace {
 
-// Sets the row range of every run, removes the runs without segments, and numbers the others anew.
+// Sets the row range of every run, removes the runs without segments, and renumbers the others.
 void place_runs(SegmentPlan& segment_plan, int num_runs) {
     std::vector<int> kept(num_runs, -1);
     for (int run = 0; run < num_runs; ++run) {
@@ -29,7 +29,7 @@ void place_runs(SegmentPlan& segment_plan, int num_runs) {
     }
 }
 
-// Whether the queries of a segment go on in a piece, with the same keys.
+// Whether the queries of a piece follow those of a segment, in the buffer and in the document, with the same keys.
 bool continues(const Segment& segment, const Piece& query, const Piece& key) {
     return segment.q_begin + segment.q_len == query.begin && segment.k_begin == key.begin &&
            segment.q_pos_minus_k_pos + segment.q_len == query.position - key.position;

@@ -93,7 +93,7 @@ __device__ int number_column(Side side) {
     return side == Side::kQuery ? 0 : kGateParts;
 }
 
-// Writes the row at `place` of x', whose channels of x are those of `x`.
+// Writes the row of x' at `place`. `x` has the channels of this thread.
 template <class T, int kLanes>
 __device__ void append_to_row(const Params& p, const Rows<void*>& extended, const Place<kLanes>& place, Eight x) {
     float number = 0.f;

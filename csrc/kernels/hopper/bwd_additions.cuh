@@ -8,9 +8,9 @@
 //     dq_published    Publisher                                  TurnThread, before it reuses the turn
 // A turn is one of kDqTurns slots for a step that adds to dq.
 //
-// head_dim 64 and wide: the sum warpgroups write dQ of a step to shared memory, panel by panel, and go on. BulkAdder
-// adds the panels to dq, with bulk reductions of TMA, when the turn of the step comes. Panels go round the slots of
-// shared memory in the order of their columns.
+// head_dim 64 and wide: the sum warpgroups write dQ of a step to shared memory, panel by panel, and continue. BulkAdder
+// adds the panels to dq, with bulk reductions of TMA, when the step may add. Panels use the slots of shared memory in
+// turn, in the order of their columns.
 //     barrier           arrives                          waits
 //     dq_staged.full    each sum warp, after dQ          BulkAdder
 //     dq_staged.empty   BulkAdder, after it has read dQ  sum warpgroup

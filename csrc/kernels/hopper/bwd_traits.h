@@ -160,7 +160,7 @@ struct BackwardTraits {
     static constexpr int kQdoStages = kWide ? 2 : 3;             // of Q and dO
     static constexpr int kTileBuffers = kHeadDim == 64 ? 2 : 1;  // of K and V
     static constexpr int kDzSlots = kHeadDim == 256 ? 1 : 2;     // of dz
-    // Beside 128 columns there is less room.
+    // With 128 columns and bias columns there is less shared memory.
     static constexpr int kCarryOutSlots = kHeadDim == 128 && kBiases > 0 ? (kGated ? 2 : 4) : 8;
     static constexpr int kWeightSlots = kSumWarpgroups > 0 ? kDzSlots : 1;  // of A
     // A tile is stored as panels of 64 columns of the head dimension. At 96, half of the second panel is zeros.
@@ -173,8 +173,8 @@ struct BackwardTraits {
     static constexpr bool kSeparateDo = kHeadDim == 256;
     static constexpr int kStageBytes = kTileBytes + (kSeparateDo ? 0 : kValueTileBytes);
 
-    // Panels of dQ in shared memory, on their way to dq. Beside bias columns there is room for one slot. At head_dim
-    // 128 instead, steps that have a turn to add to dq, or wait until their additions are published.
+    // kDqSlots: slots for panels of dQ in shared memory. With bias columns there is room for one. kDqTurns: at head_dim
+    // 128, how many steps have a turn to add to dq, or wait until their additions are published.
     static constexpr int kDqSlots = !kAddsDqInBulk || kBiases > 0 ? 1 : kHeadDim == 192 ? 3 : 2;
     static constexpr int kDqTurns = kAddsDqInBulk ? 1 : 8;
     // Of a panel of dQ and, with biases, the sums of dz. The array is unused at head_dim 128.

@@ -391,7 +391,7 @@ class ForwardConsumer {
             stmatrix_x4((lane_to ^ n % 8 * 16) + n / 8 * T::kQueryPanelBytes, x);
         }
     }
-    // Copies the staged panels to `to`, of whose columns the first `columns` exist.
+    // Copies the staged panels to `to`, where only the first `columns` columns exist.
     __device__ __forceinline__ void write_staged(uint16_t* to, int64_t row_stride, int columns, int rows,
                                                  uint32_t staged) {
         constexpr int kChunks = T::kStagedPanels * 8, kRowsAtOnce = 32 / kChunks;

@@ -22,8 +22,8 @@ class GatedForwardScan : public ForwardScan<kGatedKeys> {
         : ForwardScan<kGatedKeys>(scan), gates_(gates) {}
 
     // Replaces scores by weights and moves the mass to the older edge of the tile. The exponentials of row 1 are
-    // interleaved with the multiplications of row 0, so that the MUFU and FMA pipes both have work. The factor of row 0
-    // is multiplied in beside row 1.
+    // interleaved with the multiplications of row 0, so that the MUFU and FMA pipes both have work. Row 0 is multiplied
+    // by its factor while row 1 is computed.
     __device__ __forceinline__ void run() {
         OlderKeys older[2];
 #pragma unroll

@@ -14,7 +14,7 @@ namespace megatron_sb::hopper {
 // stored in panels of 64, so 96 columns are stored as 128.
 //
 // Instances for 72 and 136 columns hold the bias columns of heads of 64 and 128 beside the panels. In heads of other
-// sizes, bias columns are columns as all others.
+// sizes, bias columns are ordinary columns.
 inline constexpr int kMostColumns = 256, kMostGatedColumns = 128;  // without bias columns
 inline constexpr int kBiasRowBytes = 2 * kBiasColumns;
 SB_HOST_DEVICE inline int computed_columns(int32_t head_dim, int32_t head_dim_v, int32_t bias_columns) {
