@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstdio>
+#include <cstdlib>
 #include <iterator>
 #include <map>
 #include <mutex>
@@ -61,7 +62,7 @@ std::string describe(int device, ExpiredWait record) {
         kernel = kNames[i].kernel;
         waits += (waits.empty() ? "" : ", ") + std::string(kNames[i].wait);
     }
-    return concat("A wait of the kernel '", kernel, "' on GPU ", device, " took longer than ", kWaitLimitSeconds,
+    return concat("A wait of the kernel '", kernel, "' on GPU ", device, " took longer than ", wait_limit_seconds(),
                   " s: in CTA ", record >> kCtaShift, ", threads waited for ", waits,
                   ". The kernel then ended its launch by an access to address 0.");
 }
@@ -74,7 +75,7 @@ class Records {
         if (!seen_ && !describe_all().empty()) std::fprintf(stderr, "megatron_sb: %s\n", describe_all().c_str());
     }
 
-    ExpiredWait* on_device(int device) {
+    WaitRecord* on_device(int device) {
         const std::lock_guard<std::recursive_mutex> lock(mutex_);
         const auto found = records_.find(device);
         if (found != records_.end()) return found->second.of_device;
@@ -87,30 +88,33 @@ class Records {
         const std::lock_guard<std::recursive_mutex> lock(mutex_);
         std::string text;
         for (const auto& [device, record] : records_)
-            if (*record.of_host != 0) text += (text.empty() ? "" : " ") + describe(device, *record.of_host);
+            if (record.of_host->expired != 0)
+                text += (text.empty() ? "" : " ") + describe(device, record.of_host->expired);
         if (!text.empty()) seen_ = true;
         return text;
     }
 
   private:
     struct Record {
-        const volatile ExpiredWait* of_host;
-        ExpiredWait* of_device;
+        const volatile WaitRecord* of_host;
+        WaitRecord* of_device;
     };
 
     static Record allocate() {
         constexpr const char* kWhat = "record of expired waits";
+        // The unit in which a wait begins does not count.
+        const uint32_t limit = uint32_t((uint64_t(wait_limit_seconds()) * 1'000'000'000 >> 32) + 1);
         // In the other modes, an allocation would end the capture of a graph with an error.
         cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
         check(kWhat, "cudaThreadExchangeStreamCaptureMode", cudaThreadExchangeStreamCaptureMode(&mode));
         void *of_host = nullptr, *of_device = nullptr;
         const cudaError_t error =
-            cudaHostAlloc(&of_host, sizeof(ExpiredWait), cudaHostAllocMapped | cudaHostAllocPortable);
+            cudaHostAlloc(&of_host, sizeof(WaitRecord), cudaHostAllocMapped | cudaHostAllocPortable);
         check(kWhat, "cudaThreadExchangeStreamCaptureMode", cudaThreadExchangeStreamCaptureMode(&mode));
         check(kWhat, "cudaHostAlloc", error);
-        *static_cast<volatile ExpiredWait*>(of_host) = 0;
+        *static_cast<WaitRecord*>(of_host) = {0, limit};
         check(kWhat, "cudaHostGetDevicePointer", cudaHostGetDevicePointer(&of_device, of_host, 0));
-        return {static_cast<volatile ExpiredWait*>(of_host), static_cast<ExpiredWait*>(of_device)};
+        return {static_cast<volatile WaitRecord*>(of_host), static_cast<WaitRecord*>(of_device)};
     }
 
     const pid_t process_ = getpid();
@@ -125,7 +129,21 @@ std::atomic<Records*> records_of_process = nullptr;
 
 }  // namespace
 
-ExpiredWait* expired_wait_record() {
+uint32_t wait_limit_seconds() {
+    static const uint32_t limit = [] {
+        const char* const text = std::getenv("MEGATRON_SB_WAIT_LIMIT_SECONDS");
+        if (text == nullptr) return 60u;
+        char* end = nullptr;
+        const long long seconds = std::strtoll(text, &end, 10);
+        if (end == text || *end != 0 || seconds < 1 || seconds > 86400)
+            throw InvalidArgument(
+                concat("MEGATRON_SB_WAIT_LIMIT_SECONDS must be an integer from 1 to 86400, got '", text, "'"));
+        return uint32_t(seconds);
+    }();
+    return limit;
+}
+
+WaitRecord* wait_record() {
     const int device = current_device();
     static Records records;
     records_of_process = &records;

@@ -49,20 +49,28 @@ enum class Wait : uint8_t {
 };
 inline constexpr int kNumWaits = int(Wait::kTestOfOtherWarp) + 1;
 
-// Limit of a wait, in seconds. A kernel under compute-sanitizer, or on a GPU that other processes share, waits for
-// less.
-inline constexpr uint32_t kWaitLimitSeconds = 60;
-
 // The first expired wait of a device; 0 if none has expired. Bits from the lowest: 32 for the waits of the CTA, one for
-// each Wait, and 32 for the CTA. One word, so that the host never sees a part of a record.
+// each Wait, and 32 for the CTA. One word, so that the host never sees a part of it.
 using ExpiredWait = unsigned long long;
 
 inline constexpr int kCtaShift = 32;
 static_assert(kNumWaits <= kCtaShift, "every Wait must have a bit");
 
+// What the host and the kernels of a device share.
+struct WaitRecord {
+    ExpiredWait expired;
+    uint32_t limit;  // of a wait, in units of 2^32 ns
+};
+
+// Returns the limit of a wait, in seconds: 60, or MEGATRON_SB_WAIT_LIMIT_SECONDS, which is read once. A debugger,
+// racecheck of compute-sanitizer or other processes on the GPU can make waits longer. Throws InvalidArgument for a
+// value that is not from 1 to 86400.
+uint32_t wait_limit_seconds();
+
 // Returns the record of the current device, as the device sees it. The first call of a device allocates it; it is never
-// freed. Also works while a CUDA graph is captured. Throws RuntimeFailure if the allocation fails.
-ExpiredWait* expired_wait_record();
+// freed. Also works while a CUDA graph is captured. Throws RuntimeFailure if the allocation fails, and InvalidArgument
+// as wait_limit_seconds() does.
+WaitRecord* wait_record();
 
 // Returns one sentence for each device on which a wait has expired, or an empty text. If nobody calls this after a wait
 // has expired, the process prints the text to stderr when it exits.

@@ -53,11 +53,11 @@ class DqThread {
   protected:
     template <class Event, class Place>
     __device__ void watch(Event& event, const Place& item) const {
-        watch_until<Event::kWait>(control_, args_.expired_wait, [&] { return event.try_wait(item); });
+        watch_until<Event::kWait>(control_, args_.wait_record, [&] { return event.try_wait(item); });
     }
     // Waits until the next older key tile has added to dq of the step.
     __device__ void wait_for_turn(const Addition& addition) const {
-        watch_until<Wait::kDqAddedByOlderTile>(control_, args_.expired_wait, [&] {
+        watch_until<Wait::kDqAddedByOlderTile>(control_, args_.wait_record, [&] {
             return addition.is_first || load_acquire(args_.plan.dq_next_tile + addition.dq_index) == addition.tile;
         });
     }

@@ -14,7 +14,7 @@ struct BackwardArguments {
     TensorMap q, d_o, k, v;
     float scale, scale_log2;
     common::Reach reach;
-    ExpiredWait* expired_wait;
+    WaitRecord* wait_record;
     TensorMap q_biases, k_biases;  // with bias columns
 };
 

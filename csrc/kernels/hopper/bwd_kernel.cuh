@@ -84,7 +84,7 @@ void launch_backward(const BackwardParams& p, cudaStream_t stream) {
     a.scale = scalars.scale;
     a.scale_log2 = scalars.scale_log2e;
     a.reach = scalars.reach;
-    a.expired_wait = common::expired_wait_record();
+    a.wait_record = common::wait_record();
     const int64_t num_tickets = int64_t(a.plan.max_key_tiles) * a.plan.num_kv_heads * a.plan.parts.count();
     common::launch<common::Start::kBeforeEnd>("hopper backward", backward<T>,
                                               std::min<int64_t>(common::num_multiprocessors(), num_tickets),

@@ -90,7 +90,7 @@ void launch_forward(const ForwardParams& p, cudaStream_t stream) {
     a.reach = scalars.reach;
     a.min_mass = scalars.least_mass;
     a.restart_floor = scalars.least_restart;
-    a.expired_wait = common::expired_wait_record();
+    a.wait_record = common::wait_record();
 
     const int64_t num_work_tiles = tiles * z.batch * z.num_heads;
     common::launch<common::Start::kBeforeEnd>("hopper forward", forward<T>,

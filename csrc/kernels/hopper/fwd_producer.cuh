@@ -31,7 +31,7 @@ struct ForwardArguments {
     common::Reach reach;
     float min_mass;       // a row with less mass is used up: older keys contribute nothing
     float restart_floor;  // a restart record needs at least this mass
-    ExpiredWait* expired_wait;
+    WaitRecord* wait_record;
     TensorMap q_biases, k_biases;  // with bias columns
 };
 
@@ -68,7 +68,7 @@ class ForwardProducer {
     // The producer is the watchdog of the CTA (wait.cuh).
     template <class Event, class Place>
     __device__ void watch(Event& event, const Place& item) {
-        watch_until<Event::kWait>(control_, args_.expired_wait, [&] { return event.try_wait(item); });
+        watch_until<Event::kWait>(control_, args_.wait_record, [&] { return event.try_wait(item); });
     }
 
     using KvPlace = Place<kKvStages>;

@@ -13,7 +13,7 @@
 
 namespace megatron_sb::hopper {
 
-using common::ExpiredWait, common::Wait;
+using common::ExpiredWait, common::Wait, common::WaitRecord;
 
 // The clock of waits is the upper half of the time of the GPU in ns, so that it fits one register. A unit is 2^32 ns,
 // or 4.3 s.
@@ -22,8 +22,6 @@ __device__ __forceinline__ uint32_t wait_clock() {
     asm volatile("mov.u32 %0, %%globaltimer_hi;" : "=r"(now));
     return now;
 }
-// The limit in units of the clock, rounded up. The unit in which a wait begins does not count.
-constexpr uint32_t kWaitLimit = uint32_t((uint64_t(common::kWaitLimitSeconds) * 1'000'000'000 >> 32) + 1);
 
 // The watchdog looks at the clock after this many tries, and again after as many more. 2^16 tries take 20 ms to some
 // seconds.
@@ -81,12 +79,12 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
 // Writes the record, unless it has been written before, and ends the launch by a store to address 0. Do not use `trap`:
 // with it ptxas ignores the register counts of setmaxnreg. The fence makes the record visible to the host before the
 // store ends the launch.
-__device__ __forceinline__ void abort_launch(ExpiredWait* record, uint32_t waits) {
+__device__ __forceinline__ void abort_launch(WaitRecord* record, uint32_t waits) {
     const ExpiredWait expired = ExpiredWait(blockIdx.x) << common::kCtaShift | waits;
     asm volatile(
         "{\n.reg .b64 before;\n.reg .b64 none;\nmov.b64 none, 0;\n"
         "atom.relaxed.gpu.global.cas.b64 before, [%0], none, %1;\nfence.sc.sys;\nst.global.u32 [none], %2;\nexit;\n}" ::
-            "l"(record),
+            "l"(&record->expired),
         "l"(expired), "r"(0)
         : "memory");
 }
@@ -96,13 +94,14 @@ __device__ __forceinline__ void abort_launch(ExpiredWait* record, uint32_t waits
 // register would be in use even if no wait is long.
 //
 // Between a half and three quarters of the limit the notes are cleared, so that later ones belong to waits that still
-// last. Before, they are left alone: in a launch without a defect, only the threads that wait use them. This holds even
-// under compute-sanitizer, which makes waits last for 13 s and more.
-template <uint32_t kLimit, class Barriers>
-__device__ void check_limit(NotedBarriers<Barriers>& barriers, ExpiredWait* record, uint32_t waits, bool first) {
+// last. Before, they are left alone: in a launch without a defect, only the threads that wait use them. racecheck of
+// compute-sanitizer can make waits last for minutes, so sanitizer_cases.py sets a longer limit.
+template <class Barriers>
+__device__ void check_limit(NotedBarriers<Barriers>& barriers, WaitRecord* record, uint32_t waits, bool first) {
     if (first) barriers.wait_began = wait_clock();
     const uint32_t age = wait_clock() - barriers.wait_began;
-    const bool clears = age >= kLimit / 2 && age <= kLimit * 3 / 4, reads = age > kLimit;
+    const uint32_t limit = *const_cast<const volatile uint32_t*>(&record->limit);
+    const bool clears = age >= limit / 2 && age <= limit * 3 / 4, reads = age > limit;
     if (!clears && !reads) return;
 #pragma unroll 1
     for (WaitNote& note : barriers.notes) {
@@ -112,13 +111,12 @@ __device__ void check_limit(NotedBarriers<Barriers>& barriers, ExpiredWait* reco
     if (reads) abort_launch(record, waits);
 }
 // A wait of the watchdog: one thread, or all threads of one warp. kWait names it.
-template <Wait kWait, uint32_t kLimit = kWaitLimit, class Barriers, class Ready>
-__device__ __forceinline__ void watch_until(NotedBarriers<Barriers>& barriers, ExpiredWait* record,
-                                            const Ready& ready) {
+template <Wait kWait, class Barriers, class Ready>
+__device__ __forceinline__ void watch_until(NotedBarriers<Barriers>& barriers, WaitRecord* record, const Ready& ready) {
     if (ready()) return;
     for (uint32_t tries = 1; !ready(); ++tries)
         if (tries % kTriesPerCheck == 0 && threadIdx.x % 32 == 0)
-            check_limit<kLimit>(barriers, record, 1u << int(kWait), tries == kTriesPerCheck);
+            check_limit(barriers, record, 1u << int(kWait), tries == kTriesPerCheck);
 }
 
 }  // namespace megatron_sb::hopper

@@ -14,7 +14,7 @@
 namespace megatron_sb {
 namespace {
 
-using hopper::ExpiredWait, hopper::Wait;
+using hopper::Wait, hopper::WaitRecord;
 
 struct Barriers {
     hopper::Event<Wait::kTest, 1, 1> own;
@@ -27,20 +27,22 @@ struct Barriers {
     }
 };
 
-// Two threads of CTA 2 wait for arrivals that never come. One of them is a watchdog with the shortest limit.
-__global__ void wait_without_partner(ExpiredWait* record) {
+// Two threads of CTA 2 wait for arrivals that never come. One of them is a watchdog.
+__global__ void wait_without_partner(WaitRecord* record) {
     __shared__ hopper::NotedBarriers<Barriers> barriers;
     if (threadIdx.x == 0) barriers.init();
     __syncthreads();
     if (blockIdx.x != 2) return;
-    if (threadIdx.x == 0)
-        hopper::watch_until<Wait::kTest, 0>(barriers, record, [&] { return barriers.own.try_wait({}); });
+    if (threadIdx.x == 0) hopper::watch_until<Wait::kTest>(barriers, record, [&] { return barriers.own.try_wait({}); });
     if (threadIdx.x == 32) barriers.of_other_warp.wait({});
 }
 
 // Returns the error of the kernel.
 cudaError_t run_wait_without_partner() {
-    wait_without_partner<<<3, 64>>>(common::expired_wait_record());
+    WaitRecord* const record = common::wait_record();
+    const uint32_t shortest = 0;
+    common::check("test", "cudaMemcpy", cudaMemcpy(&record->limit, &shortest, sizeof(shortest), cudaMemcpyDefault));
+    wait_without_partner<<<3, 64>>>(record);
     common::check_launch("wait_without_partner");
     return cudaDeviceSynchronize();
 }
@@ -76,6 +78,28 @@ TEST_F(ExpiredWaitDeathTest, IsPartOfLaterErrors) {
 TEST_F(ExpiredWaitDeathTest, IsPrintedAtExitIfNobodyHasSeenIt) {
     EXPECT_EXIT(std::exit(run_wait_without_partner() == cudaSuccess ? 0 : 4), testing::ExitedWithCode(4),
                 std::string("megatron_sb: A wait of the ") + kText);
+}
+
+// Starts a new process, because the variable is read once. Exits with 0 if the limit is `expected`, and with 3 if the
+// value is an error.
+void exit_with_limit(const char* value, uint32_t expected) {
+    setenv("MEGATRON_SB_WAIT_LIMIT_SECONDS", value, 1);
+    try {
+        std::exit(common::wait_limit_seconds() == expected ? 0 : 1);
+    } catch (const InvalidArgument& error) {
+        std::fprintf(stderr, "error: %s\n", error.what());
+        std::exit(3);
+    }
+}
+
+TEST(WaitLimitDeathTest, IsReadFromTheEnvironment) {
+    testing::GTEST_FLAG(death_test_style) = "threadsafe";
+    EXPECT_EXIT(exit_with_limit("1", 1), testing::ExitedWithCode(0), "");
+    EXPECT_EXIT(exit_with_limit("86400", 86400), testing::ExitedWithCode(0), "");
+    for (const char* const wrong : {"", "0", "-1", "86401", "60 s", "1e3", "99999999999999999999"})
+        EXPECT_EXIT(
+            exit_with_limit(wrong, 0), testing::ExitedWithCode(3),
+            std::string("MEGATRON_SB_WAIT_LIMIT_SECONDS must be an integer from 1 to 86400, got '") + wrong + "'");
 }
 
 TEST(ExpiredWait, NothingIsDescribedWithoutOne) {

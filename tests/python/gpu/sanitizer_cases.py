@@ -45,6 +45,7 @@ parser.add_argument("part", nargs="?", default="1/1", help="part of the cases, s
 parser.add_argument("--fill", action="store_true", help="fill new tensors and workspaces with NaN")
 OPTIONS = parser.parse_args()
 PART, PARTS = map(int, OPTIONS.part.split("/"))
+os.environ.setdefault("MEGATRON_SB_WAIT_LIMIT_SECONDS", "3600")  # racecheck can make waits last for minutes
 if not OPTIONS.fill:  # a launch that fails is then an error of this launch, which names the waits of the kernel
     os.environ.setdefault("CUDA_LAUNCH_BLOCKING", "1")
 
