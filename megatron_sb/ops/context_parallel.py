@@ -15,43 +15,15 @@ documents take turns, so the rows of two ranks differ by at most one. Rows after
 document. They are split like one more document.
 """
 
-import functools
-import sys
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from megatron_sb.ops.graph_breaks import outside_graphs
 from megatron_sb.ops.groups import Group, hierarchical_pair, process_group
 from megatron_sb.ops.received_bytes import ReceivedBytes, Sizes, received_bytes
 from megatron_sb.options import DEFAULT_MASS_THRESHOLD, LOGITS, check_option_types
 from megatron_sb.validation import check_choice, check_flag, check_integer, check_optional_tensors, check_tensor
-
-_WHY_NOT_COMPILED = (
-    "megatron_sb: context parallelism is not a part of a compiled graph, because ranks exchange data in it. Compile "
-    "without fullgraph=True, or compile the parts before and after it"
-)
-
-
-def _outside_graphs(function: Callable) -> Callable:
-    """Make torch.compile break its graph at calls of the function.
-
-    This is torch.compiler.disable without its import of the compiler, which takes seconds. torch.compile reads the
-    attributes of `call`. After the graph break it runs `call`, which disables it for everything below.
-    """
-    disabled = None
-
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-        nonlocal disabled
-        if disabled is None and "torch._dynamo" in sys.modules:
-            disabled = torch.compiler.disable(function, reason=_WHY_NOT_COMPILED)
-        return (disabled or function)(*args, **kwargs)
-
-    call._torchdynamo_disable = True
-    call._torchdynamo_disable_msg = _WHY_NOT_COMPILED
-    return call
 
 
 def _offsets(cu_seqlens: object) -> tuple[list[int] | None, str]:
@@ -153,7 +125,7 @@ class ContextParallelPlan:
         >>> dist.destroy_process_group()
     """
 
-    @_outside_graphs
+    @outside_graphs
     def __init__(
         self,
         cp_group: Group,
@@ -294,7 +266,7 @@ def _check_plan(
             raise ValueError(f"{name} must be the plan's, {planned!r}, got {value!r}.")
 
 
-@_outside_graphs
+@outside_graphs
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -444,7 +416,7 @@ def _check_sequence(x: object, dim: object, cu_seqlens: Tensor | None) -> list[i
     return offsets
 
 
-@_outside_graphs
+@outside_graphs
 def shard_positions(
     num_ranks: int,
     seq_len: int,
@@ -489,7 +461,7 @@ def shard_positions(
     )
 
 
-@_outside_graphs
+@outside_graphs
 def shard_sequence(
     x: Tensor,
     cp_group: Group,
@@ -534,7 +506,7 @@ def shard_sequence(
     )
 
 
-@_outside_graphs
+@outside_graphs
 def unshard_sequence(
     x: Tensor,
     cp_group: Group,

@@ -23,6 +23,7 @@ from megatron_sb.baselines.softmax.positions import rotary_cos_sin, rotate
 from megatron_sb.baselines.softmax.shards import Shards, shards_of
 from megatron_sb.baselines.softmax.stable_mask import pseudo_lse
 from megatron_sb.ops.context_parallel import ContextParallelPlan, unshard_sequence
+from megatron_sb.ops.graph_breaks import outside_graphs
 from megatron_sb.ops.groups import Group, exchange_problem, hierarchical_pair
 from megatron_sb.options import COMMS
 from megatron_sb.validation import check_choice, check_tensor
@@ -30,6 +31,7 @@ from megatron_sb.validation import check_choice, check_tensor
 MAX_GATHERED_BYTES = 2**30  # of keys and values that "auto" gathers
 
 
+@outside_graphs
 def context_parallel_softmax(
     attention: SoftmaxAttention,
     q: Tensor,

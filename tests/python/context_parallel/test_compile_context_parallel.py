@@ -7,6 +7,7 @@ from support.messages import mentions
 from torch._dynamo.testing import CompileCounter
 
 import megatron_sb as sb
+from megatron_sb.baselines.softmax import SoftmaxAttention, context_parallel_softmax
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +22,12 @@ def attention(**plan):
     """Return a function with operators before and after the attention."""
     plan = plan or {"cp_group": dist.group.WORLD}
     return lambda x: sb.context_parallel_attention(2 * x, x, x, **plan) + 1
+
+
+def softmax():
+    """Return a function with operators before and after softmax attention."""
+    layer, plan = SoftmaxAttention(2, 8), sb.ContextParallelPlan(dist.group.WORLD, 8)
+    return lambda x: context_parallel_softmax(layer, 2 * x, x, x, plan=plan) + 1
 
 
 def sharding():
@@ -43,6 +50,7 @@ def planning():
 CASES = {
     "attention with a plan": (lambda: attention(plan=sb.ContextParallelPlan(dist.group.WORLD, 8)), 2),
     "attention": (attention, 2),
+    "softmax": (softmax, 2),
     "sharding": (sharding, 3),
     "plan": (planning, None),
 }
