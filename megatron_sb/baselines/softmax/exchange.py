@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
@@ -13,6 +14,16 @@ from megatron_sb.baselines.softmax.shards import Block, Shards
 
 # Gets keys and values (2, b, h_kv, n, d), their gradients, which it adds to, and the blocks to compute.
 AddGradients = Callable[[Tensor, Tensor, tuple[Block, ...]], None]
+
+
+@contextlib.contextmanager
+def _naming(group: dist.ProcessGroup, what: str) -> Iterator[None]:
+    """Name the rank and the transfer in an error of torch.distributed, in the words of stick-breaking attention."""
+    try:
+        yield
+    except RuntimeError as error:
+        where = f"context parallelism, rank {group.rank()} of {group.size()}"
+        raise RuntimeError(f"{where}: {what} failed: {error}") from error
 
 
 class _AllToAll(torch.autograd.Function):
@@ -31,7 +42,8 @@ class _AllToAll(torch.autograd.Function):
 
 def _all_to_all(x: Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> Tensor:
     output = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(output, x.contiguous(), received, sent, group=group)
+    with _naming(group, "all_to_all"):
+        dist.all_to_all_single(output, x.contiguous(), received, sent, group=group)
     return output
 
 
@@ -89,7 +101,8 @@ class Gathered:
         if len(by_row) < self.rows:  # collectives need equal buffers
             by_row = torch.cat((by_row, by_row.new_zeros(self.rows - len(by_row), *by_row.shape[1:])))
         gathered = by_row.new_empty(self.size * self.rows, *by_row.shape[1:])
-        dist.all_gather_into_tensor(gathered, by_row.contiguous(), group=self.group)
+        with _naming(self.group, "all_gather"):
+            dist.all_gather_into_tensor(gathered, by_row.contiguous(), group=self.group)
         order = self.shards_of_members.indices(kv.device).gathered
         yield gathered.index_select(0, order).movedim(0, 3), self.blocks
 
@@ -100,7 +113,8 @@ class Gathered:
         add(whole, by_row.movedim(0, 3), blocks)
         by_member = by_row.index_select(0, self.shards_of_members.indices(kv.device).ungathered)
         mine = by_row.new_empty(self.rows, *by_row.shape[1:])
-        dist.reduce_scatter_tensor(mine, by_member, group=self.group)
+        with _naming(self.group, "reduce_scatter"):
+            dist.reduce_scatter_tensor(mine, by_member, group=self.group)
         return mine[: kv.shape[3]].movedim(0, 3)
 
 
@@ -153,16 +167,20 @@ class _Shift:
     def __init__(self, sent: Tensor, ring: Ring, step: int) -> None:
         self.sent = sent.contiguous()  # stays alive until `wait`
         self.received = sent.new_empty(*sent.shape[:3], ring.rows[ring.member(step)], sent.shape[4])
-        after, before = (dist.get_global_rank(ring.group, (ring.rank + offset) % ring.size) for offset in (1, -1))
+        peers = [(ring.rank + offset) % ring.size for offset in (1, -1)]
+        self.group, self.what = ring.group, "exchange, sending to {}, receiving from {}".format(*peers)
+        after, before = (dist.get_global_rank(ring.group, peer) for peer in peers)
         send = dist.P2POp(dist.isend, self.sent, after, group=ring.group)
         receive = dist.P2POp(dist.irecv, self.received, before, group=ring.group)
         transfers = [transfer for transfer in (send, receive) if transfer.tensor.numel()]
-        self.transfers = dist.batch_isend_irecv(transfers) if transfers else []
+        with _naming(self.group, self.what):
+            self.transfers = dist.batch_isend_irecv(transfers) if transfers else []
 
     def wait(self) -> Tensor:
         """Wait for both transfers and return what was received."""
-        for transfer in self.transfers:
-            transfer.wait()
+        with _naming(self.group, self.what):
+            for transfer in self.transfers:
+                transfer.wait()
         return self.received
 
 
