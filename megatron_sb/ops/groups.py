@@ -15,7 +15,7 @@ Group = Union[dist.ProcessGroup, "DeviceMesh"]
 
 
 def process_group(group: object, argument: str = "cp_group") -> dist.ProcessGroup:
-    """Return a process group, or that of a DeviceMesh with one dimension. Raise if it does not contain this rank."""
+    """Return a process group, or that of a DeviceMesh with one dimension. Raise if it is not one that has this rank."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(f"{argument} needs torch.distributed. Call torch.distributed.init_process_group first.")
     module = sys.modules.get("torch.distributed.device_mesh")  # there is no mesh before it is imported
@@ -34,12 +34,22 @@ def process_group(group: object, argument: str = "cp_group") -> dist.ProcessGrou
             f"{argument} must be a torch.distributed.ProcessGroup or a DeviceMesh, got {type(group).__name__}. "
             "Use torch.distributed.group.WORLD for all ranks."
         )
-    if is_outside or dist.get_rank(group) < 0:
+    if is_outside or _rank_in(group, argument) < 0:
         raise ValueError(
             f"{argument} must contain this rank, got a group without rank {dist.get_rank()}. "
             "torch.distributed.new_group returns such a group on ranks that are not in its list."
         )
     return group
+
+
+def _rank_in(group: dist.ProcessGroup, argument: str) -> int:
+    try:
+        return dist.get_rank(group)
+    except ValueError as error:  # torch does not know the group
+        raise ValueError(
+            f"{argument} must exist, got a group that was destroyed, or that torch.distributed.new_group did not make. "
+            "Make a new group, and a new plan for it."
+        ) from error
 
 
 def hierarchical_pair(

@@ -24,7 +24,7 @@ from megatron_sb.baselines.softmax.shards import Shards, shards_of
 from megatron_sb.baselines.softmax.stable_mask import pseudo_lse
 from megatron_sb.ops.context_parallel import ContextParallelPlan, unshard_sequence
 from megatron_sb.ops.graph_breaks import outside_graphs
-from megatron_sb.ops.groups import Group, exchange_problem, hierarchical_pair
+from megatron_sb.ops.groups import Group, exchange_problem, hierarchical_pair, process_group
 from megatron_sb.options import COMMS
 from megatron_sb.validation import check_choice, check_tensor
 
@@ -79,8 +79,8 @@ def context_parallel_softmax(
         A tensor of q's shape and dtype. Rows after the last document have o = 0 and zero gradients.
 
     Raises:
-        ValueError: if an argument has the wrong shape or value, or the heads cannot be exchanged. It is raised on this
-            rank alone: other ranks that go on wait until the timeout of the group.
+        ValueError: if an argument has the wrong shape or value, the plan's group was destroyed, or the heads cannot be
+            exchanged. It is raised on this rank alone: other ranks that go on wait until the timeout of the group.
         TypeError: if an argument has the wrong type, dtype or device, on the rank that has it.
         RuntimeError: if another rank is lost, or does not call the function before the timeout of the group (gloo).
 
@@ -100,6 +100,7 @@ def context_parallel_softmax(
         raise TypeError(f"attention must be a SoftmaxAttention, got {type(attention).__name__}.")
     if not isinstance(plan, ContextParallelPlan):
         raise TypeError(f"plan must be a ContextParallelPlan, got {type(plan).__name__}.")
+    process_group(plan.cp_group, "the plan's cp_group")  # it may be destroyed
     check_choice("comm", comm, COMMS)
     for name, value in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, value)

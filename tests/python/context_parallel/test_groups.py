@@ -45,6 +45,14 @@ def test_a_group_without_this_rank(call, one_rank):
         call(dist.GroupMember.NON_GROUP_MEMBER)
 
 
+@every_call
+def test_a_group_that_was_destroyed(call, one_rank):
+    group = dist.new_group([0])
+    dist.destroy_process_group(group)
+    with pytest.raises(ValueError, match=mentions("cp_group destroyed torch.distributed.new_group")):
+        call(group)
+
+
 @pytest.mark.parametrize(
     ("group", "error", "words"),
     [

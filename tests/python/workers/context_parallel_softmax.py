@@ -282,3 +282,6 @@ def refuses_wrong_softmax_calls(group):
             context_parallel_softmax(module, q, k, v, plan=alone, comm=comm, hierarchical_groups=groups)
     with pytest.raises(ValueError, match=mentions("log_gates shape")):
         context_parallel_softmax(module, q, k, v, torch.zeros(1, dtype=torch.float64), plan=plan)
+    dist.destroy_process_group(alone.cp_group)
+    with pytest.raises(ValueError, match=mentions("plan's cp_group destroyed")):
+        context_parallel_softmax(module, q, k, v, plan=alone)
