@@ -451,8 +451,8 @@ def shard_positions(
     """
     for name, value in (("num_ranks", num_ranks), ("seq_len", seq_len)):
         check_integer(name, value)
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks must be at least 1, got {num_ranks}.")
+        if not 1 <= value < 2**31:
+            raise ValueError(f"{name} must be from 1 to 2^31 - 1, got {value}.")
     offsets, error = _offsets(cu_seqlens)
     if error:
         raise ValueError(error)

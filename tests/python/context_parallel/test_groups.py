@@ -100,9 +100,11 @@ def test_numbers_that_are_no_integers(call, words, one_rank):
         call()
 
 
-def test_no_ranks():
-    with pytest.raises(ValueError, match=mentions("num_ranks at least 1 0")):
-        shard_positions(0, 8)
+@pytest.mark.parametrize("value", [0, -1, 2**31, 2**32 + 2, 2**70])
+def test_numbers_of_ranks_and_rows(value):
+    for name, arguments in (("num_ranks", (value, 8)), ("seq_len", (2, value))):
+        with pytest.raises(ValueError, match=mentions(f"{name} 1 2^31 - 1 {value}")):
+            shard_positions(*arguments)
 
 
 def test_integers_of_numpy_are_accepted(one_rank):
