@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron_sb.nn.gates import OPEN_GATE, GateProjection, forget_gate_loss, gates_of, keep_gates_open
 from megatron_sb.ops import head_output, stickbreaking_attention, stickbreaking_attention_varlen
 from megatron_sb.ops.context_parallel import ContextParallelPlan, context_parallel_attention
-from megatron_sb.ops.groups import Group
+from megatron_sb.ops.groups import Group, check_group_type
 from megatron_sb.ops.kvcache import KVCache, attend_to_filled
 from megatron_sb.ops.shared_sequence import shared_plan
 from megatron_sb.options import COMMS, DEFAULT_MASS_THRESHOLD, LAYOUTS, LayerOptions, check_head_dim
@@ -131,6 +131,8 @@ class StickBreakingSelfAttention(nn.Module):
         check_flag("bias", bias)
         check_choice("layout", layout, LAYOUTS)
         check_choice("comm", comm, _COMMS)
+        if cp_group is not None:
+            check_group_type(cp_group)
         self.gate_loss: Tensor | None = None
         self.cp_group, self.layout, self.comm = cp_group, layout, comm
         kind = {"device": device, "dtype": dtype}

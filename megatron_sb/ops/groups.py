@@ -14,12 +14,22 @@ if TYPE_CHECKING:
 Group = Union[dist.ProcessGroup, "DeviceMesh"]
 
 
+def check_group_type(group: object, argument: str = "cp_group") -> None:
+    """Raise TypeError unless group is a process group or a DeviceMesh. It may be a group without this rank."""
+    if group is dist.GroupMember.NON_GROUP_MEMBER or isinstance(group, dist.ProcessGroup) or _is_mesh(group):
+        return
+    raise TypeError(
+        f"{argument} must be a torch.distributed.ProcessGroup or a DeviceMesh, got {type(group).__name__}. "
+        "Use torch.distributed.group.WORLD for all ranks."
+    )
+
+
 def process_group(group: object, argument: str = "cp_group") -> dist.ProcessGroup:
     """Return a process group, or that of a DeviceMesh with one dimension. Raise if it is not one that has this rank."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(f"{argument} needs torch.distributed. Call torch.distributed.init_process_group first.")
-    module = sys.modules.get("torch.distributed.device_mesh")  # there is no mesh before it is imported
-    if module is not None and isinstance(group, module.DeviceMesh):
+    check_group_type(group, argument)
+    if _is_mesh(group):
         if group.ndim != 1:
             names = group.mesh_dim_names or tuple(range(group.ndim))
             raise ValueError(
@@ -28,18 +38,17 @@ def process_group(group: object, argument: str = "cp_group") -> dist.ProcessGrou
             )
         inside = group.get_coordinate() is not None
         group = group.get_group() if inside else dist.GroupMember.NON_GROUP_MEMBER
-    is_outside = group is dist.GroupMember.NON_GROUP_MEMBER
-    if not is_outside and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"{argument} must be a torch.distributed.ProcessGroup or a DeviceMesh, got {type(group).__name__}. "
-            "Use torch.distributed.group.WORLD for all ranks."
-        )
-    if is_outside or _rank_in(group, argument) < 0:
+    if group is dist.GroupMember.NON_GROUP_MEMBER or _rank_in(group, argument) < 0:
         raise ValueError(
             f"{argument} must contain this rank, got a group without rank {dist.get_rank()}. "
             "torch.distributed.new_group returns such a group on ranks that are not in its list."
         )
     return group
+
+
+def _is_mesh(group: object) -> bool:
+    module = sys.modules.get("torch.distributed.device_mesh")  # there is no mesh before it is imported
+    return module is not None and isinstance(group, module.DeviceMesh)
 
 
 def _rank_in(group: dist.ProcessGroup, argument: str) -> int:

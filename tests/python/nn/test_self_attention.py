@@ -177,6 +177,7 @@ INVALID_OPTIONS = {
     "bias is a string": ({"bias": "no"}, TypeError, "bias True False str"),
     "unknown layout": ({"layout": "bar"}, ValueError, "layout 'zigzag' 'contiguous' 'bar'"),
     "unknown comm": ({"comm": "foo"}, ValueError, "comm 'all_gather' 'a2a' 'foo'"),
+    "cp_group is a string": ({"cp_group": "cp"}, TypeError, "cp_group ProcessGroup DeviceMesh str"),
     "comm of two groups": ({"comm": "a2a+p2p"}, ValueError, "comm 'all_gather' 'a2a' 'a2a+p2p'"),
 }
 
