@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,7 @@ namespace megatron_sb::distributed {
 struct Field {
     const char* name;
     std::string value;
+    bool is_of_batch = false;  // differs between calls that are otherwise the same
 };
 
 // What one rank passes. A rank that has passed nothing yet has no values.
@@ -23,6 +25,9 @@ struct Statement {
 
 // Returns a number that stands for a list in a field, because the list may be too long.
 uint64_t checksum(const std::vector<int64_t>& values);
+
+// Returns such a field of cu_seqlens.
+std::string summary(const std::optional<std::vector<int64_t>>& cu_seqlens);
 
 class Disagreement : public InvalidArgument {
   public:
@@ -38,6 +43,7 @@ class Disagreement : public InvalidArgument {
 void compare(const std::string& subject, const std::vector<Field>& fields, const std::vector<Statement>& by_rank);
 
 // One small collective. All ranks pass fields of the same names. If they differ, every rank throws as compare() does.
+// If ranks pass other subjects and as many fields, every rank throws InvalidArgument, which names two subjects.
 // If a rank passes a non-empty `error`, every rank throws InvalidArgument with that error. The first 119 bytes of a
 // value are compared. Returns `number` of each rank, which may differ. Blocks the host.
 std::vector<int64_t> agree(Transport& transport, const std::string& subject, const std::vector<Field>& fields,

@@ -165,7 +165,7 @@ std::string text_of(double value) {
     return text;
 }
 
-constexpr size_t kPassField = 0;
+constexpr size_t kPassField = 0, kDocumentsField = 4;
 
 Call agreed_fields(const ContextParallelCall& call, const CheckedCall& checked) {
     const auto yes_or_no = [](bool value) { return value ? "yes" : "no"; };
@@ -174,6 +174,7 @@ Call agreed_fields(const ContextParallelCall& call, const CheckedCall& checked) 
             {"the plan's seq_len", std::to_string(call.plan->seq_len())},
             {"the plan's layout", call.plan->layout()},
             {"the plan's packing", call.plan->packed() ? call.plan->packing() : "no packing"},
+            {"the plan's cu_seqlens", call.plan->state().documents, true},
             {"q's shape", text_of(call.q.sizes())},
             {"k's shape", text_of(call.k.sizes())},
             {"v's shape", text_of(call.v.sizes())},
@@ -230,6 +231,7 @@ auto explain_failure(const ContextParallelPlan& plan, const AgreedCall& agreed, 
     } catch (const RuntimeFailure& failure) {
         Call call = agreed.fields;
         call[kPassField].value = pass;
+        call[kDocumentsField].value = plan.state().documents;
         plan.state().agreement->explain_failure(call, failure.what());
         throw;
     }
@@ -312,7 +314,7 @@ std::tuple<at::Tensor, at::Tensor> attention(const ops::Arguments& arguments) {
     const variable_list out = explain_failure(*call.plan, *checked.agreed, "forward", [&] {
         return Attend::apply(input(q), input(k), input(call.v), saved_call, call.wants_gradients());
     });
-    call.plan->state().agreement->count(*checked.agreed);
+    call.plan->state().agreement->count(*checked.agreed, call.plan->state().documents);
     if (!call.plan->packed()) return {out[0], out[1]};
     return {out[0].squeeze(0), call.return_mass ? out[1].squeeze(0) : out[1]};
 }

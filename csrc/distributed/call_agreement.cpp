@@ -110,8 +110,9 @@ class Question {
 
 // What the ranks compare: their histories, and the fields of the call.
 std::vector<Field> compared_fields(const History& history, const Call& call) {
-    std::vector<Field> fields = {{"the number of earlier calls", std::to_string(history.num_calls)},
-                                 {"the order of earlier calls, as a checksum,", std::to_string(history.checksum)}};
+    std::vector<Field> fields = {
+        {"the number of earlier calls", std::to_string(history.num_calls)},
+        {"the order of earlier calls and their documents, as a checksum,", std::to_string(history.checksum)}};
     fields.insert(fields.end(), call.begin(), call.end());
     return fields;
 }
@@ -150,9 +151,11 @@ int64_t exchange_nonce(Transport& transport) {
 }  // namespace
 
 // FNV-1a. The number of a call is the same on all ranks.
-void History::add(const AgreedCall& call) {
+void History::add(const AgreedCall& call, const std::string& documents) {
+    const auto mix = [this](uint64_t value) { checksum = (checksum ^ value) * 0x100000001b3; };
     ++num_calls;
-    checksum = (checksum ^ static_cast<uint64_t>(call.number + 1)) * 0x100000001b3;
+    mix(static_cast<uint64_t>(call.number + 1));
+    for (const char c : documents) mix(static_cast<unsigned char>(c));
 }
 
 std::shared_ptr<CallAgreement> CallAgreement::of_group(const std::string& group_name) {
@@ -186,7 +189,9 @@ void CallAgreement::check_group(const std::string& group_name) const {
 
 CallPointer CallAgreement::agree(Call call, const std::string& error) {
     std::string key;
-    for (const Field& field : call) key += field.value + "\n";
+    for (const Field& field : call) {
+        if (!field.is_of_batch) key += field.value + "\n";
+    }
     Turn turn = {};
     {
         std::unique_lock<std::mutex> lock(mutex_);
@@ -223,9 +228,9 @@ CallAgreement::Turn CallAgreement::next_turn() {
     return {num_new_calls_++, history_};
 }
 
-void CallAgreement::count(const AgreedCall& call) {
+void CallAgreement::count(const AgreedCall& call, const std::string& documents) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    history_.add(call);
+    history_.add(call, documents);
 }
 
 int64_t CallAgreement::ask(Turn turn, const Call& call, const std::string& error) {
@@ -272,7 +277,8 @@ std::string CallAgreement::what_is_new(const Call& call) {
         std::vector<std::string> differences;
         for (size_t i = 0; i < call.size(); ++i) {
             const std::string &here = call[i].value, &there = agreed->fields[i].value;
-            if (here != there) differences.push_back(concat(call[i].name, " (", here, " here, ", there, " there)"));
+            if (here != there && !call[i].is_of_batch)
+                differences.push_back(concat(call[i].name, " (", here, " here, ", there, " there)"));
         }
         if (!any || differences.size() < fewest.size()) fewest = differences;
         any = true;

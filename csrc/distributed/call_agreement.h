@@ -11,8 +11,8 @@
 //   while this rank waits for data. When this rank's wait for data fails, it looks for fields under its own next number
 //   (explain_failure), publishes its known call there, and both name what differs.
 // - Under each number, each rank counts itself when it is done. The last one deletes the keys.
-// - A rank also publishes its history: how many calls it has made, and a checksum of their order. Ranks with different
-//   histories have exchanged data of different calls, so they throw.
+// - A rank also publishes its history: how many calls it has made, and a checksum of their order and of the documents
+//   of their plans. Ranks with different histories have exchanged data of different calls, so they throw.
 // - A rank with an invalid argument may repeat its call with a valid one. If the call is known, the other ranks have
 //   not asked, and the repeated call completes theirs. They meet the error later, under the number of their next new
 //   call. The error is out of date, because its rank had made fewer calls then. They all skip its number.
@@ -46,7 +46,8 @@ struct History {
     int64_t num_calls = 0;
     uint64_t checksum = 0;
 
-    void add(const AgreedCall& call);
+    // documents: of the plan, as text.
+    void add(const AgreedCall& call, const std::string& documents);
 };
 
 class CallAgreement {
@@ -68,7 +69,7 @@ class CallAgreement {
     CallPointer agree(Call call, const std::string& error);
 
     // Call this when the transfers of a call have been posted. A call that fails before that may be repeated.
-    void count(const AgreedCall& call);
+    void count(const AgreedCall& call, const std::string& documents = "");
 
     // Call this on a rank whose transfer of a known call has failed. If another rank asks about a new call, throws
     // InvalidArgument, which names what differs and quotes the failure.
@@ -92,7 +93,8 @@ class CallAgreement {
     // Guards the members below. No thread holds it while it waits for another rank.
     std::mutex mutex_;
     std::condition_variable decided_;  // notified when a thread has finished asking
-    // By the values of the fields. Null: a thread is asking, and the other threads that make this call wait for it.
+    // By the values of the fields that are not of a batch. Null: a thread is asking, and the other threads that make
+    // this call wait for it.
     std::map<std::string, CallPointer> calls_;
     int64_t num_new_calls_ = 0;
     History history_;

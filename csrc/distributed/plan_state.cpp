@@ -114,13 +114,15 @@ void check_equal_chunks(const PlanArguments& plan, plan::Packing cut, const plan
 }  // namespace
 
 ContextParallelPlan::State::State(std::string group_name, std::shared_ptr<distributed::CallAgreement> agreement,
-                                  int rank, plan::Partition partition, plan::Packing packing, bool packed)
+                                  int rank, plan::Partition partition, plan::Packing packing, bool packed,
+                                  std::string documents)
     : group_name(std::move(group_name)),
       agreement(std::move(agreement)),
       rank(rank),
       partition(std::move(partition)),
       packing(packing),
       packed(packed),
+      documents(std::move(documents)),
       key_rows_without_ring(this->partition.has_ring() ? std::nullopt : plan::count_if_few(this->partition)) {}
 
 std::shared_ptr<const distributed::RankPlan> ContextParallelPlan::State::rank_plan(c10::Device device,
@@ -158,7 +160,7 @@ ContextParallelPlan::ContextParallelPlan(const std::string& group_name, std::opt
     if (!seq_len && local_len) check_local_lens(local_lens, partition);
     if (equal_chunks) check_equal_chunks(arguments, cut, partition);
     state_ = std::make_unique<State>(group_name, std::move(agreement), transport->rank(), std::move(partition), cut,
-                                     arguments.cu_seqlens.has_value());
+                                     arguments.cu_seqlens.has_value(), distributed::summary(arguments.cu_seqlens));
 }
 
 ContextParallelPlan::~ContextParallelPlan() = default;

@@ -23,7 +23,7 @@ namespace megatron_sb {
 class ContextParallelPlan::State {
   public:
     State(std::string group_name, std::shared_ptr<distributed::CallAgreement> agreement, int rank,
-          plan::Partition partition, plan::Packing packing, bool packed);
+          plan::Partition partition, plan::Packing packing, bool packed, std::string documents);
 
     const std::string group_name;
     const std::shared_ptr<distributed::CallAgreement> agreement;  // of the group
@@ -31,6 +31,7 @@ class ContextParallelPlan::State {
     const plan::Partition partition;
     const plan::Packing packing;
     const bool packed;
+    const std::string documents;  // cu_seqlens, as a field that the ranks agree on
     // The counts for a layout without a ring, if they are few. comm = "auto" reads them in each call. Plans with a ring
     // do not have them.
     const std::optional<plan::KeyRowCounts> key_rows_without_ring;

@@ -122,11 +122,6 @@ plan::Partition partition_of(int ranks, int64_t rows, const std::string& layout,
     return {plan::parse_layout(layout), plan::parse_packing(packing), ranks, rows, cu_seqlens};
 }
 
-std::string summary(const CuSeqlens& cu_seqlens) {
-    if (!cu_seqlens) return "none";
-    return concat(cu_seqlens->size(), " offsets of checksum ", checksum(*cu_seqlens));
-}
-
 }  // namespace
 
 at::Tensor shard_positions(int64_t ranks, int64_t seq_len, const std::string& layout, const CuSeqlens& cu_seqlens,

@@ -91,6 +91,21 @@ TEST(CallAgreement, EveryRankNamesWhatDiffers) {
     EXPECT_EQ(ranks.store->getNumKeys(), 0);
 }
 
+TEST(CallAgreement, AFieldOfTheBatchIsComparedInANewCallAndDoesNotMakeOne) {
+    Ranks ranks(2);
+    const auto agree = [&ranks](int rank, const std::string& documents) {
+        const Call call = {{"comm", "p2p"}, {"documents", documents, true}};
+        return std::async(std::launch::async, [&ranks, rank, call] { return ranks.agreements[rank]->agree(call, ""); });
+    };
+    auto first = agree(0, "3 offsets"), second = agree(1, "4 offsets");
+    EXPECT_THROW(first.get(), InvalidArgument);
+    EXPECT_THROW(second.get(), InvalidArgument);
+    first = agree(0, "4 offsets"), second = agree(1, "4 offsets");
+    EXPECT_EQ(first.get()->number, second.get()->number);
+    EXPECT_NE(agree(0, "3 offsets").get(), nullptr);  // known
+    EXPECT_EQ(ranks.store->getNumKeys(), 0);
+}
+
 TEST(CallAgreement, ARejectedCallIsNamedOnTheOtherRank) {
     Ranks ranks(2);
     EXPECT_EQ(ranks.agree(1, "float", "scale must be finite, got inf").get(), "scale must be finite, got inf");

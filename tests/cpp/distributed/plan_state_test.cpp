@@ -17,7 +17,7 @@ constexpr int kRanks = 4;
 
 std::unique_ptr<State> make_state(int64_t rows) {
     plan::Partition partition(plan::Layout::kZigzag, plan::Packing::kWholeStream, kRanks, rows, std::nullopt);
-    return std::make_unique<State>("", nullptr, 1, std::move(partition), plan::Packing::kWholeStream, false);
+    return std::make_unique<State>("", nullptr, 1, std::move(partition), plan::Packing::kWholeStream, false, "none");
 }
 
 c10::Stream new_stream() {

@@ -33,6 +33,7 @@ EVERYTHING = (
     "refuses_unequal_chunks",
     "refuses_bad_offsets",
     "refuses_ranks_that_disagree",
+    "refuses_plans_of_other_batches",
     "refuses_hierarchies_that_disagree",
     "refuses_bad_calls",
     "refuses_wrong_groups",

@@ -187,6 +187,29 @@ def refuses_ranks_that_disagree(group) -> None:
     assert call(q, k, v)().isfinite().all(), "the plan must still work after errors"
 
 
+def refuses_plans_of_other_batches(group) -> None:
+    """Ranks use plans that differ in documents alone, or one makes a plan while the others gather a sequence."""
+    group = new_group(group)
+    odd = dist.get_rank() == 1
+    q, k, v = (x[0] for x in local_inputs(group))
+    plans = [sb.ContextParallelPlan(group, cu_seqlens=offsets(0, first, ROWS)) for first in (48, 96)]
+    for comm in ("p2p", "all_gather"):
+        expect_on_every_rank(
+            lambda comm=comm: sb.context_parallel_attention(q, k, v, plan=plans[odd], comm=comm),
+            mentions("disagree plan's cu_seqlens rank 0 3 1 3"),
+        )
+        for plan in plans:  # one agreement serves both
+            assert sb.context_parallel_attention(q, k, v, plan=plan, comm=comm).isfinite().all()
+    sb.context_parallel_attention(q, k, v, plan=plans[odd], comm="p2p")  # known: no error, and wrong outputs
+    expect_on_every_rank(
+        lambda: sb.context_parallel_attention(q, k, v, plan=plans[0], scale=2.0), mentions("disagree earlier documents")
+    )
+    expect_on_every_rank(
+        lambda: sb.unshard_sequence(q, group, 0) if odd else sb.ContextParallelPlan(group, ROWS),
+        mentions("same call plan rank 0 unshard_sequence rank 1"),
+    )
+
+
 def refuses_hierarchies_that_disagree(group) -> None:
     """Two halves of the ranks split the group in different ways, each of them valid."""
     group = new_group(group)
