@@ -149,10 +149,12 @@ ContextParallelPlan::ContextParallelPlan(const std::string& group_name, std::opt
                                          const std::string& argument_error, std::optional<int64_t> local_len,
                                          bool equal_chunks) {
     const std::unique_ptr<Transport> transport = distributed::c10d_transport(group_name);
-    auto agreement = distributed::CallAgreement::of_group(group_name);
     const PlanArguments arguments{seq_len, local_len, std::move(cu_seqlens), layout, packing, equal_chunks};
     const std::string error = argument_error.empty() ? name_error(arguments) : argument_error;
     const std::vector<int64_t> local_lens = agree_on_plan(*transport, arguments, error);
+    // Its first call for a group is a collective too, of another size than that of unshard_sequence, which another rank
+    // may call in place of making a plan. So it comes second.
+    auto agreement = distributed::CallAgreement::of_group(group_name);
     // The ranks agree on everything from here on, so an error is raised on every rank.
     const plan::Packing cut = plan::parse_packing(packing);
     plan::Partition partition(plan::parse_layout(layout), cut, transport->size(), stream_rows(arguments, local_lens),

@@ -192,6 +192,11 @@ def refuses_plans_of_other_batches(group) -> None:
     group = new_group(group)
     odd = dist.get_rank() == 1
     q, k, v = (x[0] for x in local_inputs(group))
+
+    def no_plan():
+        return sb.unshard_sequence(q, group, 0) if odd else sb.ContextParallelPlan(group, ROWS)
+
+    expect_on_every_rank(no_plan, mentions("same call plan rank 0 unshard_sequence rank 1"))
     plans = [sb.ContextParallelPlan(group, cu_seqlens=offsets(0, first, ROWS)) for first in (48, 96)]
     for comm in ("p2p", "all_gather"):
         expect_on_every_rank(
@@ -204,10 +209,7 @@ def refuses_plans_of_other_batches(group) -> None:
     expect_on_every_rank(
         lambda: sb.context_parallel_attention(q, k, v, plan=plans[0], scale=2.0), mentions("disagree earlier documents")
     )
-    expect_on_every_rank(
-        lambda: sb.unshard_sequence(q, group, 0) if odd else sb.ContextParallelPlan(group, ROWS),
-        mentions("same call plan rank 0 unshard_sequence rank 1"),
-    )
+    expect_on_every_rank(no_plan, mentions("same call plan rank 0 unshard_sequence rank 1"))
 
 
 def refuses_hierarchies_that_disagree(group) -> None:
