@@ -156,10 +156,13 @@ double relative_error(const Tensor& value, const Tensor& expected) {
     return (value.to(exact.options()) - exact).norm().item<double>() / std::max(size, 1e-300);
 }
 
+// Returns NaN if a result has a NaN.
 double worst_error(const Answer& answer, const Answer& expected) {
     double worst = 0;
     for (const auto part : {&Answer::o, &Answer::mass, &Answer::dq, &Answer::dk, &Answer::dv}) {
-        worst = std::max(worst, relative_error(answer.*part, expected.*part));
+        const double error = relative_error(answer.*part, expected.*part);
+        if (std::isnan(error)) return error;  // std::max(worst, NaN) is worst
+        worst = std::max(worst, error);
     }
     return worst;
 }

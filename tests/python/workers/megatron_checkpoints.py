@@ -104,7 +104,7 @@ class Training:
     def difference(self, other: "Training") -> float:
         """Return the largest difference of a parameter from another training's."""
         pairs = zip(self.ddp.parameters(), other.ddp.parameters(), strict=True)
-        return max((a.float() - b.float()).abs().max().item() for a, b in pairs)
+        return torch.stack([(a.float() - b.float()).abs().max() for a, b in pairs]).max().item()
 
 
 def resumed(folder: Path, kind: str, bucket_size: int | None = None) -> dict:

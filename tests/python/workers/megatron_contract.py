@@ -150,7 +150,9 @@ def differences(world) -> dict[str, float]:
         # Both ranks together have 16 rows. The first 8 rows are a document. Each rank has 4 of these and 4 others.
         "rows of no document": one_of_two[4:].abs().max().item(),
         "largest logits": largest_logits(world),
-        "recomputation": max((a.grad - b.grad).abs().max().item() for a, b in zip(*inputs, strict=True)),
+        "recomputation": torch.stack([(a.grad - b.grad).abs().max() for a, b in zip(*inputs, strict=True)])
+        .max()
+        .item(),
     }
 
 
@@ -165,8 +167,8 @@ def largest_logits(world) -> float:
         over_two(*(shard_sequence(x, world, 0, cu_seqlens=cu_seqlens) for x in whole), None, packed_seq_params=params)
         largest = over_two.current_max_attn_logits
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)  # as Megatron does
-        errors.append((largest - alone.current_max_attn_logits).abs().max().item())
-    return max(errors)
+        errors.append((largest - alone.current_max_attn_logits).abs().max())
+    return torch.stack(errors).max().item()
 
 
 def clipped_weights() -> dict[str, list[float]]:

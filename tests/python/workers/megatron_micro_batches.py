@@ -4,6 +4,7 @@ Runs on 4 CPU ranks: `megatron_micro_batches.py OUT.json`. All results are compa
 and whole documents.
 """
 
+import math
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -177,8 +178,11 @@ def differences(total: torch.Tensor, gradients: dict, group, expected: tuple) ->
     for name, gradient in gradients.items():
         dist.all_reduce(gradient, group=group)
         errors.append(((gradient - expected_gradients[name]).norm() / expected_gradients[name].norm()).item())
+    assert all(map(math.isfinite, errors)), errors  # a maximum would lose a NaN
     is_last = parallel_state.is_pipeline_last_stage()
-    found = torch.tensor([abs(total.item() / expected_loss - 1) if is_last else 0.0, max(errors)])
+    loss = abs(total.item() / expected_loss - 1) if is_last else 0.0
+    assert math.isfinite(loss)
+    found = torch.tensor([loss, max(errors)])
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return {"loss": found[0].item(), "gradients": found[1].item()}
 

@@ -188,7 +188,7 @@ def grouped_experts(device: str) -> dict:
         wanted = oracle(experts, rows, counts, probs, weights.double())
         assert bias is None and [x.shape for x in found] == [x.shape for x in wanted]
         error = [(a.double() - b).norm() / b.norm().clamp(min=1e-3) for a, b in zip(found, wanted, strict=True)]
-        errors[name] = max(error).item()
+        errors[name] = torch.stack(error).max().item()
     refused = message(lambda: make_experts_model(device, "allgather", grouped=True, moe_ffn_hidden_size=44))
     return {"class": type(experts).__name__, "errors": errors, "refused": refused}
 

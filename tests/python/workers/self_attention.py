@@ -81,7 +81,7 @@ def difference(
     pairs = zip(sharded.parameters(), whole.parameters(), strict=True)
     return {
         "out": (out - sb.shard_sequence(expected, group, **cut)).norm().item(),  # a rank may have no rows
-        "gradients": max((a.grad - b.grad).abs().max().item() for a, b in pairs),
+        "gradients": torch.stack([(a.grad - b.grad).abs().max() for a, b in pairs]).max().item(),
         "parameters": len(list(sharded.parameters())),
     }
 
