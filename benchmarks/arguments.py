@@ -1,6 +1,7 @@
 """Types and an option of argparse that benchmarks share. A type raises argparse.ArgumentTypeError for a wrong value."""
 
 import argparse
+import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,9 +34,12 @@ def whole_number(least: int, multiple: int = 1) -> Callable[[str], int]:
     return convert
 
 
-def seconds(text: str) -> float:
+def at_least_0(text: str) -> float:
     """Return a finite number that is at least 0."""
     return _number(text, lambda number: 0 <= number < math.inf, "finite and at least 0")
+
+
+seconds = at_least_0
 
 
 def at_most_0(text: str) -> float:
@@ -50,6 +54,39 @@ def input_file(text: str) -> Path:
             return Path(text)
     except OSError as error:
         raise argparse.ArgumentTypeError(f"must be a file that can be read, got {text!r}: {error.strerror}") from error
+
+
+def record_file(*names: str) -> Callable[[str], Path]:
+    """Return a type for JSON files with an object that has these names, such as the records of a benchmark."""
+
+    def convert(text: str) -> Path:
+        path = input_file(text)
+        try:
+            found = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"must be a JSON file, got {text!r}: {error}") from error
+        missing = [name for name in names if not isinstance(found, dict) or name not in found]
+        if missing or not isinstance(found, dict):
+            has = f" with {' and '.join(map(repr, names))}" if names else ""
+            raise argparse.ArgumentTypeError(f"must be a JSON file of an object{has}, got {text!r}")
+        return path
+
+    return convert
+
+
+def input_folder(text: str) -> Path:
+    """Return the path of a folder that exists."""
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"must be a folder, got {text!r}")
+    return Path(text)
+
+
+def part(text: str) -> str:
+    """Return K/N, the K-th of N parts."""
+    first, _, count = text.partition("/")
+    if not (first.isdecimal() and count.isdecimal() and 1 <= int(first) <= int(count)):
+        raise argparse.ArgumentTypeError(f"must be K/N, the K-th of N parts, such as 2/4, got {text!r}")
+    return text
 
 
 def output_folder(text: str) -> Path:

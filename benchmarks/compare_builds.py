@@ -11,11 +11,11 @@ import os
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from arguments import seconds
+from arguments import seconds, whole_number
 from gpu_suite import library_folder
 from timing import DRY_RUN_FACTOR, FACTORS, machine, on_gpu, take_turns
 
@@ -40,10 +40,11 @@ class Row:
     def parse(text: str) -> "Row":
         """Parse DIRECTION:HEAD_DIM:BATCH:HEADS:KV_HEADS:LENGTH."""
         direction, *sizes = text.split(":")
-        if direction not in FACTORS or len(sizes) != 5 or not all(size.isdecimal() for size in sizes):
+        are_sizes = len(sizes) == 5 and all(size.isdecimal() and int(size) for size in sizes)
+        if direction not in FACTORS or not are_sizes:
             raise argparse.ArgumentTypeError(
-                f"a row must be DIRECTION:HEAD_DIM:BATCH:HEADS:KV_HEADS:LENGTH with a direction of {[*FACTORS]}, got "
-                f"{text!r}"
+                f"a row must be DIRECTION:HEAD_DIM:BATCH:HEADS:KV_HEADS:LENGTH with a direction of {[*FACTORS]} and "
+                f"sizes of at least 1, got {text!r}"
             )
         return Row(direction, *map(int, sizes))
 
@@ -64,8 +65,7 @@ def measure(rows: list[Row], peers: list[str], seconds: float) -> list[dict[str,
 
     results = []
     for row in rows:
-        length = row.s if on_gpu() else max(1, row.s // DRY_RUN_FACTOR)
-        inputs = draw_inputs("full", row.b, length, row.h, row.d, h_kv=row.h_kv)
+        inputs = draw_inputs("full", row.b, row.s, row.h, row.d, h_kv=row.h_kv)
         calls = {c.name: calls_of(c, inputs)[row.direction] for c in contenders(["ours", *peers])}
         results.append({name: row.flops / ms / 1e9 for name, ms in take_turns(calls, seconds=seconds).items()})
     return results
@@ -122,7 +122,7 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("builds", nargs="*", metavar="BUILD", help="folder with the lib/ of a build, or with a package megatron_sb")
     add("--rows", nargs="+", default=list(ROWS), metavar="ROW", help="DIRECTION:HEAD_DIM:BATCH:HEADS:KV_HEADS:LENGTH")
-    add("--rounds", type=int, default=3, help="processes of each build (default: %(default)s)")
+    add("--rounds", type=whole_number(1), default=3, help="processes of each build (default: %(default)s)")
     add("--seconds", type=seconds, default=0.3, help="device time of a row in a process (default: %(default)s)")
     add("--cudnn", action="store_true", help="also time cuDNN's softmax attention (default: off)")
     add("--dry-run", action="store_true", help="try this script at toy sizes without a GPU (default: off)")
@@ -133,10 +133,12 @@ def parse(args: list[str] | None) -> argparse.Namespace:
         options.rows = [Row.parse(text) for text in options.rows]
     except argparse.ArgumentTypeError as error:
         parser.error(str(error))
-    if not options.measure and (not options.builds or options.rounds < 1):
-        parser.error(f"needs a BUILD and --rounds of at least 1, got {options.builds} and {options.rounds}")
+    if not options.measure and not options.builds:
+        parser.error("needs a BUILD, got none")
     if not on_gpu() and not options.dry_run:
         parser.error("torch sees no GPU. Use --dry-run to try this script at toy sizes.")
+    if not on_gpu():
+        options.rows = [replace(row, s=max(1, row.s // DRY_RUN_FACTOR)) for row in options.rows]
     if options.cudnn and not on_gpu():
         parser.error("--cudnn needs a GPU: cuDNN's attention does not run on CPUs")
     return options

@@ -26,7 +26,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from arguments import input_file
+from arguments import at_least_0, record_file
 
 from megatron_sb.planning.context_parallel import BACK_TO_BACK, CALLS, FLOPS, MODES, Machine, Model, Shape
 
@@ -39,8 +39,8 @@ def measured_rows(path: Path) -> list[tuple[Shape, int, dict]]:
     """Return (shape, ranks, row) for each dense row of a JSON file of context_parallel.py, or of several in one."""
     measured, found = json.loads(path.read_text()), []
     runs = [measured] if "rows" in measured else measured.values()
-    for row in (row for run in runs for row in run["rows"]):
-        sizes = re.fullmatch(r"L=(\d+) h=(\d+)(?::(\d+))? d=(\d+)", row["what"])
+    for row in (row for run in runs if isinstance(run, dict) for row in run.get("rows", [])):
+        sizes = re.fullmatch(r"L=(\d+) h=(\d+)(?::(\d+))? d=(\d+)", row.get("what", ""))
         if not sizes or "error" in row or row["name"] not in (*MODES, "one GPU"):
             continue
         length, heads, kv_heads, head_dim = (int(n or 0) for n in sizes.groups())
@@ -57,6 +57,8 @@ def predicted_ms(shape: Shape, ranks: int, name: str, call: str) -> float:
 def compare(path: Path, within: float) -> bool:
     """Print predictions and measurements. Return whether there are dense rows and none is off by more than `within`."""
     rows = measured_rows(path)
+    if not rows:
+        print(f"{path} must have dense rows of context_parallel.py, and has none.", file=sys.stderr)
     good = bool(rows)
     print("| | | GPUs | forward ms | measured | ratio | forward and backward ms | measured | ratio | |")
     print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |")
@@ -110,9 +112,9 @@ def main() -> None:
     comparison = commands.add_parser(
         "compare", help="compare predictions with measurements; fails if a row is too far off"
     )
-    comparison.add_argument("measured", type=input_file, help="JSON file of context_parallel.py")
+    comparison.add_argument("measured", type=record_file(), help="JSON file of context_parallel.py")
     comparison.add_argument(
-        "--within", type=float, default=10.0, help="largest error of a row in percent (default: %(default)s)"
+        "--within", type=at_least_0, default=10.0, help="largest error of a row in percent (default: %(default)s)"
     )
     options = parser.parse_args()
     if options.command == "table":

@@ -114,7 +114,7 @@ def draw(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Record or draw."""
-    parser, recording, drawing = record_or_draw(__doc__, record, draw)
+    parser, recording, drawing = record_or_draw(__doc__, record, draw, measured="traces")
     recording.add_argument(
         "--lengths",
         nargs="+",

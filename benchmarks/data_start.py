@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument(
         "--documents", type=whole_number(1000), default=10**6, help="number of documents (default: %(default)s)"
     )
-    parser.add_argument("--mean-tokens", type=whole_number(2), default=100, help="of a document (default: %(default)s)")
+    parser.add_argument("--mean-tokens", type=whole_number(3), default=100, help="of a document (default: %(default)s)")
     parser.add_argument("--start", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     prefix = options.folder / f"sparse-{options.documents}-{options.mean_tokens}"

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from arguments import output_folder, whole_number
+from arguments import input_folder, output_folder, part, whole_number
 from report import described
 from timing import machine
 
@@ -208,8 +208,11 @@ def python_path(options: argparse.Namespace) -> list[str]:
     folders = [library_folder(options.library_from)] if options.library_from else []
     if options.wheels:
         site = _temporary_folder("megatron_sb_wheels_")
+        wheels = sorted(options.wheels.glob("*.whl"))
+        if not wheels:
+            raise SystemExit(f"--wheels must be a folder with wheels, got {options.wheels} without one.")
         install = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", site]
-        subprocess.run([*map(str, install), *map(str, sorted(options.wheels.glob("*.whl")))], check=True)
+        subprocess.run([*map(str, install), *map(str, wheels)], check=True)
         folders.append(site)
     return [*map(str, folders), *(str(ROOT / name) for name in ("benchmarks", "tests/python", "tests/python/workers"))]
 
@@ -241,12 +244,16 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     add("--out", type=output_folder, required=True, help="folder for the logs and the record")
     stages = [*STAGES, *TRAINING_STAGES]
     add("--stages", nargs="+", choices=stages, default=list(STAGES), help="what to run (default: %(default)s)")
-    add("--library-from", type=Path, help="folder of a build made elsewhere; skips the build stage (default: none)")
-    add("--wheels", type=Path, help="folder of wheels to use, such as megatron-core's (default: none)")
+    add(
+        "--library-from",
+        type=input_folder,
+        help="folder of a build made elsewhere; skips stage build (default: none)",
+    )
+    add("--wheels", type=input_folder, help="folder of wheels to use, such as megatron-core's (default: none)")
     add("--workers", type=whole_number(1), default=1, help="pytest-xdist workers on the GPU (default: %(default)s)")
     add("--limit-s", type=whole_number(1), help="upper limit of the steps' time limits, in seconds (default: none)")
     add("--tools", nargs="+", choices=TOOLS, default=list(DEFAULT_TOOLS), help="sanitizers (default: %(default)s)")
-    add("--part", default="1/1", help="part of the sanitizers' cases, such as 2/4 (default: %(default)s)")
+    add("--part", type=part, default="1/1", help="part of the sanitizers' cases, such as 2/4 (default: %(default)s)")
     add("--select", nargs=argparse.REMAINDER, default=[], help="more arguments for pytest; must be the last option")
     add("--models", nargs="+", choices=TRAINED, default=list(TRAINED), help="models of stage training (default: all)")
     add(

@@ -47,7 +47,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from timing import machine, mixed_orders, on_gpu, synchronize
-from training import TRIED_TOKENS, add_common_arguments, mean_logits, shift_logits
+from training import TRIED_TOKENS, add_common_arguments, mean_logits, one_line_errors, shift_logits
 
 from megatron_sb import shard_sequence
 from megatron_sb.megatron import install_stand_ins, with_stickbreaking
@@ -411,6 +411,24 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def check_layout(options: argparse.Namespace) -> None:
+    """End the script if the ranks of torchrun cannot have the layout."""
+    ranks = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+    for names, size in (
+        ("--tensor-parallel times --context-parallel", options.tensor_parallel * options.context_parallel),
+        ("--expert-parallel", options.expert_parallel),
+    ):
+        if ranks % size:
+            raise SystemExit(f"{names} must divide the number of ranks of torchrun, {ranks}, got {size}.")
+
+
+def config_of(options: argparse.Namespace) -> TrainingConfig:
+    """Return the configuration, of toy sizes in a dry run."""
+    toy = [*(f"model.{value}" for value in DRY_RUN), f"data.vocab_size={DRY_RUN_VOCAB_SIZE}"] if options.dry_run else []
+    fixed = [f"parallel.device={'cuda' if on_gpu() else 'cpu'}", "compare=[stick_breaking]"]
+    return load_config(options.config, [*fixed, *toy, *options.set], any_layout=True)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Measure all contenders and lengths on the GPUs of this host."""
     options = parse(arguments)
@@ -420,6 +438,9 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit("megatron_training.py needs a GPU. Use --dry-run to try it without one.")
     elif options.experts > 0:
         raise SystemExit("--experts needs a GPU: Megatron-Core's router puts its weights there.")
+    check_layout(options)
+    with one_line_errors():
+        training = config_of(options)
     install_stand_ins()  # without Transformer Engine
     alone = {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if on_gpu() else "gloo", **alone)
@@ -431,10 +452,6 @@ def main(arguments: list[str] | None = None) -> None:
         create_gloo_process_groups=False,
     )
     is_first = dist.get_rank() == 0
-    toy = [*(f"model.{value}" for value in DRY_RUN), f"data.vocab_size={DRY_RUN_VOCAB_SIZE}"] if options.dry_run else []
-    device = "cuda" if on_gpu() else "cpu"
-    fixed = [f"parallel.device={device}", "compare=[stick_breaking]"]
-    training = load_config(options.config, [*fixed, *toy, *options.set], any_layout=True)
     here = machine() | versions()
     if is_first:
         print(here, flush=True)

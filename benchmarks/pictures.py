@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from types import ModuleType
 
-from arguments import input_file
+from arguments import record_file
 from report import output_file
 
 
@@ -18,13 +18,16 @@ def pyplot_for_files() -> ModuleType:
     return pyplot
 
 
-def record_or_draw(about: str, record: Callable, draw: Callable) -> tuple[argparse.ArgumentParser, ...]:
+def record_or_draw(
+    about: str, record: Callable, draw: Callable, measured: str = "rows"
+) -> tuple[argparse.ArgumentParser, ...]:
     """Make a parser with two commands, `record OUT.json ...` and `draw OUT.json OUT.png ...`.
 
     Args:
         about: docstring of the benchmark. Its first line is the description in --help.
         record: function of the parsed options that writes options.json.
         draw: function of the parsed options that writes options.picture.
+        measured: name of the measurements in the record.
 
     Returns:
         The parser, the parser of `record` and the parser of `draw`. The parsed `options.run` is the function to call.
@@ -35,7 +38,7 @@ def record_or_draw(about: str, record: Callable, draw: Callable) -> tuple[argpar
     recording.add_argument("json", type=output_file, help="file to write")
     recording.set_defaults(run=record)
     drawing = commands.add_parser("draw", help="draw a record, on any machine")
-    drawing.add_argument("json", type=input_file, help="file that `record` wrote")
+    drawing.add_argument("json", type=record_file("machine", measured), help="file that `record` wrote")
     drawing.add_argument("picture", type=output_file, help="picture to write")
     drawing.set_defaults(run=draw)
     return parser, recording, drawing

@@ -11,6 +11,7 @@ The rates were not fitted to two later records, of one and four H100s with Megat
 2026-11-26 and 27. They test the prediction, on another GPU and with other kernels for all but the attention.
 """
 
+import argparse
 import dataclasses
 import json
 import re
@@ -195,4 +196,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     main()

@@ -50,6 +50,7 @@ from megatron_sb.training.documents import Subset, load_corpus
 from megatron_sb.training.engine import engine as engine_module
 from megatron_sb.training.loading import on_one_rank
 from megatron_sb.training.throughput import model_flops
+from megatron_sb.validation import is_of_user, message_of
 
 QUIET = 0.25  # factor of the random part of shifted queries and keys
 COMMON = 2.0  # common part of all embeddings, in standard deviations of the rest
@@ -321,6 +322,17 @@ def measure(
             }
 
 
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End the script with one line in place of a traceback for an error of the user's files or settings."""
+    try:
+        yield
+    except Exception as error:
+        if not is_of_user(error):
+            raise
+        raise SystemExit(message_of(error)) from None
+
+
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that megatron_training.py has, too."""
     add = parser.add_argument
@@ -404,6 +416,18 @@ def contenders(options: argparse.Namespace) -> list[Contender]:
     return found
 
 
+def parts_of(options: argparse.Namespace) -> list[tuple[TrainingConfig, list[int]]]:
+    """Return configurations on one rank with their lengths: without recomputation, and with it."""
+    overrides = [f"parallel.device={'cuda' if on_gpu() else 'cpu'}", "compare=[stick_breaking]", *options.set]
+    parts = []
+    for recompute in ("none", "full"):
+        lengths = [n for n in options.lengths if (on_gpu() and n >= options.recompute_from) == (recompute == "full")]
+        if lengths:
+            of_part = [*overrides, f"model.recompute={recompute}"]
+            parts.append((on_one_rank(load_config(options.config, of_part, any_layout=True)), lengths))
+    return parts
+
+
 def described(row: dict) -> str:
     """Return a line about a measurement."""
     name = Contender(row["model"], row["weights"], row["kernels"]).name
@@ -419,27 +443,21 @@ def described(row: dict) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Measure the requested models and lengths on one GPU. Without a GPU, the times are those of a CPU."""
     options = parse(arguments)
-    if options.checkpoint is not None:
-        if not (options.checkpoint / "progress.json").exists():
-            options.checkpoint = newest_checkpoint(options.checkpoint)
-        check_whole(options.checkpoint)
+    with one_line_errors():
+        if options.checkpoint is not None:
+            if not (options.checkpoint / "progress.json").exists():
+                options.checkpoint = newest_checkpoint(options.checkpoint)
+            check_whole(options.checkpoint)
+        parts = parts_of(options)
+        config, _ = parts[0]
+        rows = TextRows(load_corpus(config).validation) if options.checkpoint else RandomRows(config.vocab_size)
     if on_gpu():
         torch.cuda.set_device(0)
     dist.init_process_group("nccl" if on_gpu() else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     here = machine()
     print(here, flush=True)
-    found, rows = [], None
-    for recompute in ("none", "full"):
-        lengths = [n for n in options.lengths if (on_gpu() and n >= options.recompute_from) == (recompute == "full")]
-        if not lengths:
-            continue
-        device = "cuda" if on_gpu() else "cpu"
-        overrides = [f"parallel.device={device}", "compare=[stick_breaking]", *options.set]
-        overrides.append(f"model.recompute={recompute}")
-        config = on_one_rank(load_config(options.config, overrides, any_layout=True))
-        rows = rows or (
-            TextRows(load_corpus(config).validation) if options.checkpoint else RandomRows(config.vocab_size)
-        )
+    found = []
+    for config, lengths in parts:
         for contender in contenders(options):
             for row in measure(options, config, contender, lengths, rows):
                 found.append(row)

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from arguments import input_file, whole_number
+from arguments import record_file, whole_number
 from pictures import pyplot_for_files, record_or_draw
 from timing import machine
 
@@ -210,7 +210,11 @@ def main() -> None:
         help="tokens of a step, at least two rows (default: %(default)s)",
     )
     drawing.add_argument(
-        "--more", nargs="+", type=input_file, default=[], help="more records, drawn in further columns (default: none)"
+        "--more",
+        nargs="+",
+        type=record_file("machine", "rows"),
+        default=[],
+        help="more records, drawn in further columns (default: none)",
     )
     options = parser.parse_args()
     if options.run is record:

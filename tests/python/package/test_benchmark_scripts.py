@@ -154,23 +154,40 @@ def test_errors_of_context_parallelism_need_ranks(script, monkeypatch, tmp_path,
         ("context_parallel_error", "record OUT --head-dim 15", "must be a multiple of 8 and at least 8, got 15"),
         ("context_parallel_balance", "--streams 0", "argument --streams: must be a whole number and at least 1, got 0"),
         ("context_parallel_model", "compare OUT", "argument measured: must be a file that can be read"),
+        ("context_parallel_model", "compare FILE", "argument measured: must be a JSON file, got"),
+        ("context_parallel_model", "compare LIST", "argument measured: must be a JSON file of an object, got"),
+        ("context_parallel_model", "compare RECORD --within nan", "--within: must be finite and at least 0, got nan"),
+        ("context_parallel_model", "compare RECORD", "record.json must have dense rows of context_parallel.py"),
+        ("context_parallel_timeline", "draw RECORD OUT", "of an object with 'machine' and 'traces', got"),
+        ("training_layouts", "draw RECORD OUT --more FILE", "argument --more: must be a JSON file, got"),
         ("context_parallel_tables", "--ranks 0", "argument --ranks: must be a whole number and at least 1, got 0"),
         ("data_start", "OUT --documents 10", "argument --documents: must be a whole number and at least 1000, got 10"),
         ("data_start", "FILE", "argument FOLDER: must be a folder that can be created"),
         ("gpu_suite", "--out FILE", "argument --out: must be a folder that can be created"),
+        ("data_start", "OUT --mean-tokens 2", "argument --mean-tokens: must be a whole number and at least 3, got 2"),
+        ("gpu_suite", "--out OUT --part 3/2", "argument --part: must be K/N, the K-th of N parts, such as 2/4"),
+        ("gpu_suite", "--out OUT --wheels FILE", "argument --wheels: must be a folder, got"),
+        ("gpu_suite", "--out OUT --wheels OUT", "--wheels must be a folder with wheels, got"),
         ("gpu_suite", "--out EMPTY", "argument --out: must be a folder that can be created, got ''"),
         ("published_tests", "", "arguments are required: TESTS"),
         ("published_tests", "EMPTY", "TESTS must be a file or folder with tests, got ''"),
         ("training", "CONFIG --kernels 3", "--kernels needs a GPU"),
+        ("training", "CONFIG", "CONFIG: No such file or directory"),
+        ("training", "CONFIG --checkpoint OUT", "has no checkpoint: the file 'latest' does not exist"),
+        ("megatron_training", "CONFIG --dry-run", "CONFIG: No such file or directory"),
+        ("megatron_training", "CONFIG --dry-run --context-parallel 3", "must divide the number of ranks of torchrun"),
         ("training_layouts", "record OUT --layouts CP2", "torch sees no GPU"),
     ],
 )
 def test_wrong_arguments_are_named(script, name, args, message, monkeypatch, tmp_path, capsys):
     """They are not an exception in the middle of a measurement."""
-    if name == "training":
+    if name in ("training", "megatron_training"):
         pytest.importorskip("megatron", reason="[train] is not installed")
     (tmp_path / "file").touch()
-    paths = {"OUT": str(tmp_path / "out"), "FILE": str(tmp_path / "file"), "EMPTY": ""}
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "record.json").write_text('{"machine": {}, "rows": [{"name": "a2a"}]}')
+    names = {"OUT": "out", "FILE": "file", "LIST": "list.json", "RECORD": "record.json"}
+    paths = {word: str(tmp_path / name) for word, name in names.items()} | {"EMPTY": ""}
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr("sys.argv", [f"{name}.py", *(paths.get(word, word) for word in args.split())])

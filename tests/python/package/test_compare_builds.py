@@ -31,7 +31,7 @@ def test_two_builds_take_turns(compare, tmp_path, capsys):
     assert compare(str(tmp_path), str(package), "--rows", "backward:64:1:2:1:4096") == 0
     header, _, row = capsys.readouterr().out.splitlines()[-3:]
     assert header == f"| row | {tmp_path} | {package} |"
-    assert row.startswith("| backward b=1 h=2:1 d=64 L=4096 | ") and len(row.split("|")) == 5
+    assert row.startswith("| backward b=1 h=2:1 d=64 L=64 | ") and len(row.split("|")) == 5
     assert all(float(cell) >= 0 for cell in row.split("|")[2:4])
 
 
@@ -59,8 +59,18 @@ def test_the_package_need_not_be_installed(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS), "TMPDIR": str(tmp_path / "temporary")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("| forward b=1 h=1:1 d=64 L=4096 | ")
+    assert done.stdout.splitlines()[-1].startswith("| forward b=1 h=1:1 d=64 L=64 | ")
     assert not list((tmp_path / "temporary").glob("megatron_sb_suite_*"))
+
+
+def test_rates_count_the_sizes_that_are_measured(compare, monkeypatch):
+    """A call of 1 ms. In a dry run, the rate is that of the short length."""
+    script = importlib.import_module("compare_builds")
+    monkeypatch.setattr(script, "take_turns", lambda calls, seconds: dict.fromkeys(calls, 1.0))
+    rows = script.parse(["BUILD", "--dry-run", "--rows", "forward:16:2:4:2:4096", "backward:8:1:1:1:640"]).rows
+    assert [row.s for row in rows] == [64, 10]
+    forward, backward = script.measure(rows, [], 0.0)
+    assert forward["ours"] == 2 * 2 * 4 * 64**2 * 16 / 1e9 and backward["ours"] == 2.5 * 2 * 10**2 * 8 / 1e9
 
 
 @pytest.mark.parametrize(
@@ -68,6 +78,8 @@ def test_the_package_need_not_be_installed(tmp_path):
     [
         (["build", "--rows", "sideways:64:1:2:1:4096"], "got 'sideways:64:1:2:1:4096'"),
         (["build", "--rows", "backward:64:1:2:1"], "a row must be DIRECTION:HEAD_DIM"),
+        (["build", "--rows", "backward:64:0:2:1:4096"], "sizes of at least 1, got 'backward:64:0:2:1:4096'"),
+        (["build", "--rounds", "0"], "argument --rounds: must be a whole number and at least 1, got 0"),
         ([], "needs a BUILD"),
         (["build", "--cudnn"], "--cudnn needs a GPU"),
         (["no-such-folder"], f"must be a folder with a {library.library_path().parent.name}/libmegatron_sb_ops.so"),
