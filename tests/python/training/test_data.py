@@ -18,7 +18,7 @@ from megatron_sb.training import loop
 from megatron_sb.training.checkpoint import Progress
 from megatron_sb.training.config import IndexedDataConfig, TextDataConfig, load_config
 from megatron_sb.training.data import PackedBatch, RowSampler, pack, rows_ahead, split_rows
-from megatron_sb.training.documents import BYTE_END_OF_DOCUMENT, CHECKED_BYTES, load_corpus
+from megatron_sb.training.documents import BYTE_END_OF_DOCUMENT, CHECKED_BYTES, _dtype_for, load_corpus
 from megatron_sb.training.evaluate import choose_windows
 from megatron_sb.training.loop import Job
 from megatron_sb.training.task import load_task
@@ -264,6 +264,23 @@ def test_an_indexed_dataset_without_integers_is_refused(dtype, documents, messag
         load_corpus(with_data(**fields))
 
 
+def test_documents_of_one_token_are_left_out_and_tokens_below_0_are_an_error(tmp_path):
+    """A document of one token has no label."""
+    lengths = 3 * [1, 5, 1, 9, 3, 1, 4]
+    documents = [np.arange(length, dtype=np.int32) for length in lengths]
+    for document in documents:
+        document[-1] = 250
+    write_documents(str(tmp_path / "set"), documents, np.int32)
+    fields = {"kind": "indexed", "paths": (str(tmp_path / "set"),), "vocab_size": 256, "end_of_document": 250}
+    corpus = load_corpus(with_data(**fields, validation_fraction=0.5))
+    assert sorted([*corpus.train.lengths.tolist(), *corpus.validation.lengths.tolist()]) == sorted(3 * [3, 4, 5, 9])
+    assert corpus.left_out == {"empty": 9}
+    write_documents(str(tmp_path / "held_out"), [np.array([7, -2, 250], dtype=np.int32)], np.int32)
+    corpus = load_corpus(with_data(**fields, validation_paths=(str(tmp_path / "held_out"),)))
+    with pytest.raises(ValueError, match=r"token 1 of document 0 of .*held_out .* must be from 0 to .*, got -2"):
+        whole(corpus.validation, 0)
+
+
 def next_row(sampler):
     """Read; what was known of it before is true."""
     (row,) = sampler.next_rows(1)
@@ -326,15 +343,16 @@ def test_the_order_of_documents_continues_over_stages(text_folder):
         for stage, length in zip(config.stages, (64, 96), strict=True)
     ]
     evaluation = dataclasses.replace(config.evaluation, target_tokens=16, longest=64)
-    stages = (*half, dataclasses.replace(half[0], name="again", steps=2 * half[0].steps))
+    again = dataclasses.replace(half[0], name="again")
+    stages = (*half, again, dataclasses.replace(again, name="last", steps=again.steps // 2))
     config = dataclasses.replace(config, stages=stages, evaluation=evaluation)
     task = load_task(config)
-    first, second, third = (documents_of(task, config, index) for index in range(3))
-    assert first.keys() == second.keys() == {0} and third.keys() == {0, 1}
+    first, second, third, last = (documents_of(task, config, index) for index in range(4))
+    assert first.keys() == second.keys() == {0} and third.keys() == {0, 1} and last.keys() == {1}
     assert not first[0] & second[0] and not (first[0] | second[0]) & third[0]
     num_documents = len(load_corpus(config).train)
     assert num_documents - 3 <= len(first[0] | second[0] | third[0]) <= num_documents
-    assert len(third[1]) > num_documents / 2
+    assert len(third[1]) > num_documents / 4 and not third[1] & last[1]
 
     sampler, other = (task.sampler(config.stages[2], 2) for _ in range(2))
     sampler.next_rows(config.stages[2].steps - 5)
@@ -342,6 +360,37 @@ def test_the_order_of_documents_continues_over_stages(text_folder):
     assert [row.parts for row in other.next_rows(5)] == [row.parts for row in sampler.next_rows(5)]
     with pytest.raises(ValueError, match="position in the data must have epoch, first and taken"):
         sampler.load_state_dict({"epoch": 0, "taken": 3})
+
+
+@pytest.fixture
+def equal_documents(tmp_path):
+    """20 training documents of 32 inputs."""
+    for name, count in (("set", 20), ("held_out", 1)):
+        documents = [np.append(np.arange(32) + index, 99) for index in range(count)]
+        write_documents(str(tmp_path / name), documents, np.uint16)
+    fields = {"paths": (str(tmp_path / "set"),), "validation_paths": (str(tmp_path / "held_out"),)}
+    return load_corpus(with_data(kind="indexed", **fields, vocab_size=100, end_of_document=99)).train
+
+
+@pytest.mark.parametrize(("row_length", "num_rows", "end"), [(64, 3, (0, 6)), (48, 1, (0, 2)), (64, 13, (1, 6))])
+def test_the_end_of_a_number_of_rows(row_length, num_rows, end, equal_documents):
+    """It is the first document that no row uses, also if a row ends with a document. The position stays."""
+    sampler, other = (RowSampler(equal_documents, row_length, 1, 99, [3, 1], num_rows=num_rows) for _ in range(2))
+    assert sampler.end() == end
+    assert [sampler.next_rows(1)[0].parts for _ in range(num_rows)] == [row.parts for row in other.next_rows(num_rows)]
+    assert sampler.end() == end and sampler.state_dict() == other.state_dict()
+
+
+def test_a_row_has_inputs_and_a_document_one_token_more(equal_documents):
+    """660 tokens do not fill a row of 650 inputs."""
+    RowSampler(equal_documents, 640, 1, 99, [3, 1])
+    with pytest.raises(ValueError, match="must fill a row of 650 tokens, got 660 tokens"):
+        RowSampler(equal_documents, 650, 1, 99, [3, 1])
+
+
+def test_numbers_of_the_index_fit_their_type():
+    """A document may have more than 2^31 tokens."""
+    assert np.iinfo(_dtype_for(2**31 - 1)).max == 2**31 - 1 and np.iinfo(_dtype_for(2**31)).max > 2**31
 
 
 def test_less_than_a_row_is_refused(text_folder):

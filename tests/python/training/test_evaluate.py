@@ -120,6 +120,12 @@ def test_short_windows_share_a_forward(vocab_size, at_once):
     forwards = 1 + len(result["by_position"])
     assert engine.calls[0] == [(at_once, at_once * 1024)] * (64 // at_once * forwards)
     assert result["nll"] == pytest.approx(np.mean([window[1:].mean() for window in windows]))
+    # The label of position i in window n is i + 1 + n.
+    entries = result["by_position"]
+    assert [entry["begin"] for entry in entries] == [0, 16, 32, 64, 128, 256, 512]
+    assert [entry["end"] for entry in entries] == [16, 32, 64, 128, 256, 512, 1024]
+    expected = [(entry["begin"] + entry["end"] + 1) / 2 + 31.5 for entry in entries]
+    assert [entry["nll"] for entry in entries] == pytest.approx(expected)
 
 
 def test_an_evaluation_of_another_step_does_not_count(tmp_path):

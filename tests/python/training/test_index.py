@@ -4,6 +4,7 @@ import dataclasses
 import fcntl
 import itertools
 import os
+import shutil
 import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from megatron_sb.training import documents
 from megatron_sb.training.config import IndexedDataConfig, TextDataConfig, load_config
 from megatron_sb.training.data import RowSampler
 from megatron_sb.training.documents import load_corpus
-from megatron_sb.training.index import FileIndex
+from megatron_sb.training.index import FileIndex, MemoryIndex
 from megatron_sb.training.task import load_task
 
 TINY = Path(__file__).parents[3] / "configs" / "tiny_context_extension.yaml"
@@ -91,6 +92,25 @@ def test_the_order_of_rows_is_the_permutation_of_one_generator(config):
         assert [document for document, _, _ in row.parts] == documents[inside].tolist()
 
 
+def test_an_index_serves_jobs_with_other_settings(config, monkeypatch):
+    """Each job gets its own split and its own orders, which are those in memory, whatever was built before."""
+
+    def rows_of(seed=config.seed, fraction=config.data.validation_fraction, order=(3, 1), pad=4, num_rows=None):
+        data = dataclasses.replace(config.data, validation_fraction=fraction)
+        corpus = load_corpus(dataclasses.replace(config, seed=seed, data=data))
+        sampler = RowSampler(corpus.train, 96, pad, END_OF_DOCUMENT, order, num_rows=num_rows)
+        rows = sampler.next_rows(5)
+        while num_rows is None and sampler.state_dict()["epoch"] == 0:
+            rows = sampler.next_rows(5)
+        return corpus.fingerprint(), corpus.validation.lengths.tolist(), [row.parts for row in rows]
+
+    changes = [{}, {"seed": 1}, {"fraction": 0.3}, {"order": (3, 2)}, {"pad": 8}, {"num_rows": 6}, {"num_rows": 7}]
+    found = [rows_of(**change) for change in changes]
+    monkeypatch.setattr(documents, "FileIndex", lambda folder, wait_seconds: MemoryIndex())
+    assert found == [rows_of(**change) for change in changes]
+    assert len({str(each) for each in found}) == len(found)
+
+
 def test_documents_of_validation_paths_are_for_validation(config):
     """The others are for training, whatever validation_fraction is."""
     first, second = config.data.paths
@@ -147,6 +167,20 @@ def test_of_several_processes_one_builds(tmp_path):
     assert len(builds) == 1
     for entry in entries:
         assert entry.arrays["numbers"].tolist() == [0, 1, 2, 3, 4] and entry.facts == {"count": 5}
+
+
+def test_an_entry_that_appears_meanwhile_is_used(tmp_path):
+    """On a file system without locks, another process may build the same entry. Other users may read an entry."""
+    FileIndex(tmp_path / "other", 20.0).entry("test", [1], numbers)
+    (built,) = (tmp_path / "other").glob("test-*")
+    assert built.stat().st_mode & 0o777 == 0o755
+
+    def build(new):
+        shutil.copytree(built, tmp_path / "index" / built.name)
+        return numbers(new)
+
+    entry = FileIndex(tmp_path / "index", 20.0).entry("test", [1], build)
+    assert entry.facts == {"count": 5} and not list((tmp_path / "index").glob(".*.tmp"))
 
 
 def test_an_incomplete_entry_is_built_again(tmp_path):
