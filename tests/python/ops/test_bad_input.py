@@ -126,6 +126,11 @@ PACKED = {
     "forget_gate with a batch": ({"forget_gate": zeros(1, 8, 2)}, ValueError, "forget_gate [8, 2] [1, 8, 2]"),
     "max_seqlen is too small": ({"max_seqlen": 4}, ValueError, "max_seqlen 4 5"),
     "max_seqlen_k is too small": ({"max_seqlen_k": 4}, ValueError, "max_seqlen_k 4 5"),
+    "max_seqlen_k is too small for the keys": (
+        {"k": zeros(12, 2, 16), "v": zeros(12, 2, 16), "cu_seqlens_k": cu([0, 5, 12]), "max_seqlen_k": 6},
+        ValueError,
+        "max_seqlen_k 6 7",
+    ),
     "max_seqlen is a string": ({"max_seqlen": "3"}, TypeError, "max_seqlen str"),
     "max_seqlen_k is a float": ({"max_seqlen_k": 8.0}, TypeError, "max_seqlen_k float"),
     "max_seqlen of each document": ({"max_seqlen": torch.tensor([3, 5])}, ValueError, "max_seqlen one (2,)"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.accuracy import assert_errors, floors, plain_attention, run
 from support.inputs import Inputs, make_inputs
+from support.messages import mentions
 from support.rounded import rounds_weights
 
 from megatron_sb import reference
@@ -118,6 +119,35 @@ def test_parallel_stickbreaking_attn_varlen(offsets):
     rounding = 2**-6 if rounds_weights(x.q) else 2**-16  # of the weights
     torch.testing.assert_close(o[0].double(), expected, rtol=2**-8, atol=rounding)
     torch.testing.assert_close(rem[0].double(), mass.T, rtol=2**-8, atol=2**-24)
+
+
+@pytest.mark.parametrize("attend_current", [False, True])
+def test_packed_documents_may_attend_to_the_current_key(attend_current):
+    """In both packed functions, with the default scale of a head_dim that is padded."""
+    x = make_inputs(s=60, h=4, h_kv=2, d=50)
+    cu_seqlens, packed = torch.tensor([0, 20, 60], dtype=torch.int32), x.packed()
+    expected, mass = reference.stickbreaking_attention_varlen(
+        packed.q, packed.k, packed.v, cu_seqlens, attend_current=attend_current, return_mass=True
+    )
+    heads_first = (t.transpose(0, 1) for t in (packed.q, packed.k, packed.v))
+    out, rem = sb_attn_varlen(*heads_first, cu_seqlens, 40, attend_current=attend_current)
+    torch.testing.assert_close(out.transpose(0, 1).double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(rem.double(), mass, rtol=1e-5, atol=1e-6)
+    o, rem = parallel_stickbreaking_attn(x.q, x.k, x.v, attend_current=attend_current, cu_seqlens=cu_seqlens)
+    torch.testing.assert_close(o[0].double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(rem[0].double(), mass.T, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("function", [sb_attn_varlen, parallel_stickbreaking_attn])
+def test_offsets_beyond_int32_are_an_error(device, function):
+    """A cast to int32 would turn 2^32 + 20 into 20."""
+    if device == "cuda":
+        pytest.skip("the host does not read offsets on a GPU; kernels clamp them")
+    q, k, v = (torch.randn(20, 20, 16) if function is sb_attn_varlen else torch.randn(1, 20, 2, 16) for _ in range(3))
+    cu_seqlens = torch.tensor([0, 2**32 + 20])
+    packing = {"max_seqlens": 2**31} if function is sb_attn_varlen else {}
+    with pytest.raises(ValueError, match=mentions("cu_seqlens 2147483647 20")):
+        function(q, k, v, cu_seqlens=cu_seqlens, **packing)
 
 
 def test_gradients_of_padded_head_dims():
