@@ -294,6 +294,15 @@ def test_what_another_stage_keeps():
     assert first_stage(Layout(data=8), *few) == (4, None, None)
 
 
+def test_tensor_parallelism_stays_within_a_host():
+    """Its transfers need NVLink, so at most 8 GPUs share a layer, also if 16 could."""
+    fields = ["model.num_heads=16", "model.num_kv_heads=16", "model.head_dim=128", "model.num_parameters=null"]
+    config = load_config(DENSE, fields)
+    found = {layout.tensor for layout in layouts.find_layouts(config, config.stages[0], 16)}
+    assert found == {1, 2, 4, 8}
+    assert layouts.why_rejected(config, config.stages[0], Layout(tensor=16)) is None
+
+
 def test_fast_layouts_that_fit_come_first():
     config = load_config(DENSE)
     plans = command.make_plans(config, "stick_breaking", config.stages[0], 8, memory_gib=20)
