@@ -24,6 +24,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import megatron_sb as sb
 from megatron_sb.huggingface import attention, without_positions
+from megatron_sb.huggingface.packing import document_mask
 from megatron_sb.ops.kvcache import attend_to_filled
 
 VOCAB = 97
@@ -165,6 +166,15 @@ def test_packed_documents(make, cache, given_by):
         whole = logits(model, torch.cat(rows, 1))
         torch.testing.assert_close(logits(model, torch.cat(rows, 1), **documents), whole, atol=1e-5, rtol=1e-4)
         assert (whole - alone).abs().max() > 1e-3
+
+
+def test_a_document_starts_where_positions_do_not_increase_by_one():
+    """Also where they jump ahead, as in transformers, and where the first one is not 0."""
+    positions = torch.tensor([[3, 4, 9, 10, 10, 2, 3], [0, 1, 2, 3, 4, 5, 6]])
+    mask = document_mask(positions, None, (2, 7))
+    assert mask.tolist() == [[1, 1, 2, 2, 3, 4, 4], [1] * 7]
+    assert mask.packing.cu_seqlens.tolist() == [0, 2, 4, 5, 7, 14]
+    assert document_mask(positions[1:], None, (1, 7)) is None
 
 
 BOTH_MODELS = pytest.mark.parametrize(
