@@ -108,7 +108,7 @@ def _error(command: list[str], must_be_known: bool) -> str | None:
             return f"no module {module}"
         return _missing_file(words)
     if program == "python" and words[0] != "-c" and "-c" not in words:
-        return _missing_file(words)
+        return _missing_file(words) or _script_error(words)
     if must_be_known and program not in ("python", "git"):
         return "unknown program; write <!-- not run: REASON --> before the block"
     return None
@@ -127,6 +127,23 @@ def _missing_file(words: list[str]) -> str | None:
     folders = ("examples", "benchmarks", "configs", "tests", "docs")
     paths = [word for word in words if word.split("/")[0] in folders and "/" in word]
     return next((f"no file {path}" for path in paths if not (ROOT / path).exists()), None)
+
+
+def _script_error(words: list[str]) -> str | None:
+    """Report the first option that a script of benchmarks/ lacks."""
+    script, *words = words
+    if not script.startswith("benchmarks/"):
+        return None
+    text = _sources(ROOT / script)
+    options = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--help"]
+    return next((f"no option {option}" for option in options if f'"{option}"' not in text), None)
+
+
+def _sources(script: Path) -> str:
+    """Return the text of a script, and of the modules beside it that it imports."""
+    text = script.read_text()
+    modules = (script.with_name(f"{name}.py") for name in re.findall(r"^(?:from|import) (\w+)", text, re.M))
+    return "\n".join([text, *(_sources(module) for module in modules if module.exists())])
 
 
 def _option_error(words: list[str]) -> str | None:
@@ -152,11 +169,18 @@ def _help(*names: str) -> str:
     return out.getvalue()
 
 
+def _options(text: str) -> list[str]:
+    """Return the options in a help text, without --help."""
+    found = re.findall(r"(?<=[\s\[])--[\w-]+", text)
+    assert "--help" in found, "the help has another form"
+    return [option for option in found if option != "--help"]
+
+
 @pytest.mark.parametrize("command", ["info", "bench", "train", "plan", "generate", "eval", "convert"])
 def test_every_option_is_in_the_reference(command):
     explained = (ROOT / "docs/cli.md").read_text()
-    for option in re.findall(r"(?<=[\s\[])--[\w-]+", _help(command)):
-        assert option == "--help" or f"`{option}`" in explained, f"docs/cli.md lacks {command} {option}"
+    for option in _options(_help(command)):
+        assert f"`{option}`" in explained, f"docs/cli.md lacks {command} {option}"
 
 
 def test_every_option_of_an_experiment_is_in_the_reference():
@@ -165,8 +189,8 @@ def test_every_option_of_an_experiment_is_in_the_reference():
     explained = (ROOT / "docs/cli.md").read_text()
     for name in EXPERIMENTS:
         assert f"`{name}`" in explained
-        for option in re.findall(r"(?<=[\s\[])--[\w-]+", _help("experiment", name)):
-            assert option == "--help" or f"`{option}`" in explained, f"docs/cli.md lacks {name} {option}"
+        for option in _options(_help("experiment", name)):
+            assert f"`{option}`" in explained, f"docs/cli.md lacks {name} {option}"
 
 
 def test_every_flag_of_megatron_is_in_the_guide():
@@ -175,5 +199,7 @@ def test_every_flag_of_megatron_is_in_the_guide():
     from megatron_sb.megatron.arguments import add_arguments
 
     explained = (ROOT / "docs/megatron.md").read_text()
-    for option in re.findall(r"--s[\w-]+", add_arguments(argparse.ArgumentParser()).format_help()):
+    flags = _options(add_arguments(argparse.ArgumentParser()).format_help())
+    assert len(flags) > 10
+    for option in flags:
         assert option in explained, f"docs/megatron.md lacks {option}"
