@@ -70,6 +70,13 @@ def pytest_report_header():
     ]
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Name these folders at the end, too: -q leaves out the header, as in benchmarks/gpu_suite.py."""
+    for line in pytest_report_header():
+        if "NOT INSTALLED" in line:
+            terminalreporter.write_line(line)
+
+
 def pytest_configure():
     """Share the cores among pytest-xdist's workers. Let torch.compile generate code without vector instructions.
 
