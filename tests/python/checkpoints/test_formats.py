@@ -4,16 +4,18 @@ test_multipliers.py has the models that conversion changes.
 """
 
 import json
+import re
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import decoders
 from support.decoders import BIASES, EXPERTS, GATES, HEAD_VECTORS, TO_CONVERT
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig
 
 import megatron_sb as sb
 from megatron_sb import checkpoints, cli
+from megatron_sb.checkpoints import fla, llama
 from megatron_sb.checkpoints.multipliers import NO_MULTIPLIERS
 from megatron_sb.huggingface import byte_tokenizer
 from megatron_sb.options import DEFAULT_MASS_THRESHOLD
@@ -414,6 +416,10 @@ def test_the_choice_of_kv_heads_is_required(tmp_path, capsys):
         ({"kv_head_layout": "swapped"}, "kv_head_layout must be 'grouped' or 'tiled', got 'swapped'"),
         ({"attention_head_type": "gqa", "num_key_value_heads": 0}, "json: num_key_value_heads is required"),
         ({"m_emb": "12"}, "json: embedding_multiplier must be a finite number, got str"),
+        ({"scale_attn_weights": False}, "scale_attn_weights must be True, got False"),
+        ({"forget_gate": True}, "forget_gate must be False, got True"),
+        ({"use_aux_free_moe": True}, "use_aux_free_moe must be False, got True"),
+        ({"shared_n_inner": 64}, "shared_n_inner must be None, got 64"),
         ({"n_inner": 32}, "Weights of the wrong shape in the checkpoint .*mlp"),
     ],
 )
@@ -421,6 +427,79 @@ def test_unsupported_folders(changes, message, tmp_path):
     write_published(tmp_path / "published", **changes)
     with pytest.raises(ValueError, match=message):
         checkpoints.load(tmp_path / "published")
+
+
+MIXER = {"sequence_mixer_type": "stickbreaking_attention", "num_key_value_heads": 4, "add_bias": False}
+MLP = {"mlp_type": "MoE", "intermediate_size": 24, "activation_function": "swiglu", "add_bias": False} | EXPERTS
+OF_BLOCKS = {
+    "model_type": "gpt_base",
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_layers": 1,
+    "normalization_function": "rmsnorm",
+    "position_embedding_type": "nope",
+    "sequence_mixer_blocks": [MIXER],
+    "mlp_blocks": [MLP],
+}
+OF_FLA = {"model_type": "stickbreaking_attn", "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1}
+
+
+def test_the_defaults_of_llama(tmp_path):
+    """Those of transformers, whose configurations leave fields with default values out."""
+    save_file({"model.embed_tokens.weight": torch.zeros(61, 32)}, tmp_path / "model.safetensors")
+    sizes = dict(zip(llama.SIZES, (61, 32, 64, 1, 4), strict=True))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | sizes))
+    config, _ = llama.load(tmp_path)
+    theirs = LlamaConfig(**sizes)
+    for name in ("rms_norm_eps", "initializer_range", "tie_word_embeddings", "num_key_value_heads", "head_dim"):
+        assert getattr(config, name) == getattr(theirs, name), name
+
+
+def test_the_defaults_of_flash_linear_attention(tmp_path):
+    """Its configurations leave fields out. The MLP is 4 * 2 / 3 times as wide as the model, rounded up to 256."""
+    save_file({"model.embeddings.weight": torch.zeros(61, 32)}, tmp_path / "model.safetensors")
+    for fields, wanted in (({"hidden_size": 2048}, 5632), ({"hidden_size": 2048, "hidden_ratio": 3}, 4096)):
+        (tmp_path / "config.json").write_text(json.dumps(OF_FLA | fields))
+        config, weights = fla.load(tmp_path)
+        assert config.intermediate_size == wanted and list(weights) == ["model.embed_tokens.weight"]
+        assert (config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps) == (32, 32, 1e-6)
+        assert not config.attend_current and not config.tie_word_embeddings and not config.qkv_bias
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "value"),
+    [
+        (OF_BLOCKS, "normalization_function", "layernorm"),
+        (OF_BLOCKS, "position_embedding_type", "alibi"),
+        (OF_BLOCKS, "sequence_mixer_blocks.sequence_mixer_type", "softmax_attention"),
+        (OF_BLOCKS, "sequence_mixer_blocks.add_bias", True),
+        (OF_BLOCKS, "mlp_blocks.mlp_type", "other"),
+        (OF_BLOCKS, "mlp_blocks.activation_function", "geglu"),
+        (OF_BLOCKS, "mlp_blocks.add_bias", True),
+        (OF_BLOCKS, "mlp_blocks.shared_intermediate_size", 64),
+        (OF_BLOCKS, "mlp_blocks.shared_expert_gating", True),
+        (OF_BLOCKS, "mlp_blocks.normalized_topk", False),
+        (OF_FLA, "qk_norm", True),
+        (OF_FLA, "hidden_act", "gelu"),
+        # Without these fields, the models have other defaults.
+        *((OF_BLOCKS, name, None) for name in ("normalization_function", "position_embedding_type")),
+        *((OF_BLOCKS, f"mlp_blocks.{name}", None) for name in ("activation_function", "add_bias")),
+        *((PUBLISHED, name, None) for name in ("activation_function", "normalization_function", "add_bias")),
+    ],
+)
+def test_options_that_the_model_lacks(config, name, value, tmp_path):
+    """They would give other logits. None removes a field. The error comes before the weights are read."""
+    block, _, field = name.rpartition(".")
+    changed = json.loads(json.dumps(config))
+    fields = changed[block][0] if block else changed
+    fields[field] = value
+    if value is None:
+        del fields[field]
+    (tmp_path / "config.json").write_text(json.dumps(changed))
+    (tmp_path / "model.safetensors").touch()
+    got = ".*" if value is None else re.escape(repr(value))
+    with pytest.raises(ValueError, match=rf"config\.json: {field} must be .*, got {got}\."):
+        checkpoints.load(tmp_path)
 
 
 @pytest.mark.parametrize("has_biases", [False, True])

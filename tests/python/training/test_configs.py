@@ -163,17 +163,18 @@ def test_rope_is_dropped_from_a_stage_on(one_rank):
     assert positions == [{"rope"}, {"none"}]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_arithmetic_of_a_step(tied, one_rank):
+@pytest.mark.parametrize(("tied", "head_dim"), [(False, 32), (True, 32), (True, 48)])
+def test_the_arithmetic_of_a_step(tied, head_dim, one_rank):
     """model_flops counts the matrix products that torch counts, and two products of attention for each visible pair."""
-    config = load("tiny_context_extension", [*ALONE["tiny_context_extension"], f"model.tie_word_embeddings={tied}"])
+    fields = [f"model.tie_word_embeddings={tied}", f"model.head_dim={head_dim}"]
+    config = load("tiny_context_extension", [*ALONE["tiny_context_extension"], *fields])
     model = build_model(config, "stick_breaking", config.stages[0], config.vocab_size)
     tokens, bounds = torch.arange(96)[None], torch.tensor([0, 32, 96], dtype=torch.int32)
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
     with FlopCounterMode(display=False) as counter:
         model(tokens, None, None, labels=tokens, packed_seq_params=packed).sum().backward()
     pairs = (32**2 + 64**2) / 2
-    attention = 3 * 2 * 2 * config.model.num_layers * config.model.hidden_size * pairs
+    attention = 3 * 2 * 2 * config.model.num_layers * config.model.num_heads * head_dim * pairs
     counted = counter.get_total_flops() + attention
     found = model_flops(config, "stick_breaking", config.vocab_size, [bounds.numpy()])
     assert found == pytest.approx(counted, rel=3e-3)  # norms

@@ -75,8 +75,15 @@ def test_floating_point_operations_grow_with_the_length(job):
     attentions = {"delta": [*HYBRID, "compare=[delta]"], "attention": [*HYBRID, "compare=[stick_breaking]"]}
     for name, overrides in attentions.items():
         config = load_config(job, overrides)
+        padded = config.model.padded_vocab_size(257)
         one, two = (model_flops(config, config.compare[0], 257, [np.array([0, length])]) for length in (512, 1024))
         assert (two / one == pytest.approx(2, rel=1e-12)) == (name == "delta")
+        if name == "delta":  # three products of the state with a vector, forward and backward
+            heads, key_dim, value_dim = config.attention["delta"].sizes(config.model)
+            weights = count_parameters(config.model, config.attention_of_layers("delta"), 257).active
+            lookup = 0 if config.model.tie_word_embeddings else config.model.hidden_size * padded
+            states = 3 * config.model.num_layers * heads * key_dim * value_dim
+            assert one == 6 * 512 * (weights - lookup + states)
 
 
 REFUSED = {
