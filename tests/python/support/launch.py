@@ -183,7 +183,7 @@ def megatron_losses(
     run = run_torchrun if device == "cuda" or (script.parent / "megatron").exists() else run_ranks
     options = {"hosts": hosts} if hosts else {}
     output = run(num_ranks, [*launcher, script, *flags], 300, script.parent, **options, **variables)
-    return [float(loss) for loss in re.findall(r"lm loss: ([\d.E+-]+)", output)]
+    return [float(loss) for loss in re.findall(r"lm loss: (\S+)", output)]
 
 
 @contextlib.contextmanager
