@@ -69,6 +69,8 @@ def test_windows_make_up_the_text_and_agree_again_after_a_difference():
     assert b"".join(cut) == text
     assert all(SHORTEST_WINDOW <= len(window) <= LONGEST_WINDOW + SHORTEST_WINDOW for window in cut)
     assert len({*windows(b"inserted = 1\n" + text)} & {*cut}) > 0.9 * len(cut)
+    line = next(line for line in (b"%030d\n" % number for number in range(9)) if len([*windows(99 * line)]) == 3)
+    assert [len(window) for window in windows(99 * line)] == [1023, 1023, 1023], "no checksum ends a window"
     assert list(windows(b"short")) == [b"short"]
     assert list(windows(b"")) == [b""]
 

@@ -185,6 +185,12 @@ def test_a_pattern_of_another_model():
         is_selected(3, config, layers=(0, 1), numbers=(2, 5))
 
 
+def test_layers_of_multi_token_prediction_have_no_entry():
+    config = SimpleNamespace(num_layers=6, mtp_num_layers=1)
+    with pytest.raises(ValueError, match=mentions("config.mtp_num_layers --mtp-num-layers None layers=(0, 1) got 1")):
+        is_selected(2, config, layers=(0, 1), numbers=(2, 5))
+
+
 def test_attention_layers_of_ratios_are_an_error():
     ratios = SimpleNamespace(num_layers=4, hybrid_attention_ratio=0.5)
     with pytest.raises(ValueError, match=mentions("--sb-layers --hybrid-override-pattern 0.5")):
