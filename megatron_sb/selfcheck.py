@@ -1,5 +1,6 @@
 """Compare outputs, masses and gradients on this machine's devices with the float64 oracle (`megatron-sb check`)."""
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -94,7 +95,8 @@ def main() -> int:
         for case in CASES:
             start = time.perf_counter()
             errors = relative_errors(case, device)
-            worst = max(errors, key=errors.__getitem__)
+            # Without the first key, a NaN is above no number.
+            worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
             ok = all(error <= _TOLERANCE[case.dtype] for error in errors.values())
             failed += not ok
             print(

@@ -1,6 +1,7 @@
 """The package as a whole: versions, the shell command, and the CMake package for C++ users."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -57,17 +58,20 @@ def test_check_passes(capsys):
     assert "all cases pass" in capsys.readouterr().out
 
 
-def test_check_fails_with_a_wrong_kernel(monkeypatch, capsys):
+@pytest.mark.parametrize(("factor", "message"), [(1.05, r"FAIL.*: worst \w+ 5\.0e-02"), (math.nan, "worst mass nan")])
+def test_check_fails_with_a_wrong_kernel(factor, message, monkeypatch, capsys):
+    """It names the worst result, also if its error is not a number."""
     attention = selfcheck.stickbreaking_attention_varlen
 
     def wrong_attention(*arguments, **options):
         o, mass = attention(*arguments, **options)
-        return o * 1.05, mass
+        return (o, mass * factor) if math.isnan(factor) else (o * factor, mass)
 
     monkeypatch.setattr(selfcheck, "stickbreaking_attention_varlen", wrong_attention)
     monkeypatch.setattr(selfcheck, "CASES", selfcheck.CASES[:1])
     assert cli.main(["check"]) == 1
-    assert "FAIL" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert re.search(message, printed) and "1 cases FAILED" in printed
 
 
 def test_the_error_of_an_unknown_command_names_the_commands(capsys):
