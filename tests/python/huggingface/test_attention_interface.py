@@ -168,6 +168,13 @@ def test_packed_documents(make, cache, given_by):
         assert (whole - alone).abs().max() > 1e-3
 
 
+def test_a_cache_that_drops_its_oldest_keys_is_an_error():
+    """Each key takes a part of the stick, so that the others would get other weights."""
+    assert attention.attention_mask(1, 1, 4, q_offset=3) is None
+    with pytest.raises(ValueError, match=mentions("kv_offset oldest 0 3")):
+        attention.attention_mask(1, 1, 4, q_offset=6, kv_offset=3)
+
+
 def test_a_document_starts_where_positions_do_not_increase_by_one():
     """Also where they jump ahead, as in transformers, and where the first one is not 0."""
     positions = torch.tensor([[3, 4, 9, 10, 10, 2, 3], [0, 1, 2, 3, 4, 5, 6]])
