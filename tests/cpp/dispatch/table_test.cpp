@@ -73,14 +73,14 @@ TEST(Dispatch, OnlyTheHopperKernelsWriteGradients) {
     }
 }
 
-TEST(Dispatch, TheDecodeKernelSupportsHalfPrecisionFromSm80On) {
+TEST(Dispatch, TheDecodeKernelSupportsAllButFp64FromSm80On) {
     const auto served = [](Device device, int architecture, Dtype dtype, int head_dim, int head_dim_v) {
         return decode_serves({device, architecture, dtype, head_dim, head_dim_v});
     };
     for (const int architecture : {80, 86, 90, 100})
-        for (const Dtype dtype : {Dtype::kBFloat16, Dtype::kFloat16})
+        for (const Dtype dtype : {Dtype::kBFloat16, Dtype::kFloat16, Dtype::kFloat32})
             EXPECT_EQ(served(Device::kCuda, architecture, dtype, 40, 256), built_with_cuda());
-    EXPECT_FALSE(served(Device::kCuda, 90, Dtype::kFloat32, 64, 64));
+    EXPECT_FALSE(served(Device::kCuda, 90, Dtype::kFloat64, 64, 64));
     EXPECT_FALSE(served(Device::kCuda, 75, Dtype::kFloat16, 64, 64));
     EXPECT_FALSE(served(Device::kCpu, 0, Dtype::kBFloat16, 64, 64));
     EXPECT_EQ(describe().find("decode: ") != std::string::npos, built_with_cuda());
