@@ -7,6 +7,7 @@ without it. For the same reason it is not part of `megatron_sb.ops`: importing a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron_sb.validation import check_choice, check_finite, check_flag, check_number
@@ -22,6 +23,7 @@ COMMS = ("auto", "p2p", "all_gather", "a2a", "a2a+p2p")
 HEAD_DIM_MULTIPLE = 8
 MAX_HEAD_DIM = 256
 MIN_REACH, MAX_REACH = 1 / 64, 64
+_MULTIPLES_OF_REACH = 2**18  # the reach of a head is a multiple of 2^-18
 MAX_HEAD_DIM_EUCLIDEAN = 248  # Euclidean logits take 8 more columns of q and k.
 
 
@@ -68,15 +70,21 @@ def check_reach(reach: tuple[float, float]) -> None:
         )
 
 
-def reach_step(reach: tuple[float, float], num_heads: int) -> float:
-    """Return by how much the reach of a head differs from that of the head before it.
+def reach_and_step(reach: tuple[float, float], num_heads: int) -> tuple[float, float]:
+    """Return the reach of the first head, and by how much that of a head differs from that of the head before it.
+
+    Both are multiples of 2^-18, which are exact in fp32 up to 64. So a head has the same reach, bit for bit, in a call
+    with some of the heads. The operators compute it in the same way. The step is rounded towards 0, so that the last
+    head stays within the bounds.
 
     Example:
-        >>> from megatron_sb.options import reach_step
-        >>> reach_step((1.0, 8.0), 8)
-        1.0
+        >>> from megatron_sb.options import reach_and_step
+        >>> reach_and_step((1.0, 8.0), 8)
+        (1.0, 1.0)
     """
-    return (reach[1] - reach[0]) / max(num_heads - 1, 1)
+    first = round(reach[0] * _MULTIPLES_OF_REACH) / _MULTIPLES_OF_REACH
+    step = (reach[1] - first) / (num_heads - 1) if num_heads > 1 else 0.0
+    return first, math.trunc(step * _MULTIPLES_OF_REACH) / _MULTIPLES_OF_REACH
 
 
 def reach_of_heads(
@@ -95,9 +103,8 @@ def reach_of_heads(
     if reach is None:
         return None
     check_reach(reach)
-    step = reach_step(reach, num_heads)
-    # A rounding error must not leave the range.
-    return tuple(min(max(reach[0] + head * step, MIN_REACH), MAX_REACH) for head in (first, end - 1))
+    of_first, step = reach_and_step(reach, num_heads)
+    return of_first + first * step, of_first + (end - 1) * step
 
 
 @dataclass(frozen=True)
@@ -116,8 +123,9 @@ class AttentionOptions:
         logits: "dot" for z_ij = scale * q_j . k_i, or "euclidean" for z_ij = -scale * |q_j - k_i|^2 (NU-CS-2024-15).
             Default: "dot".
         reach: the reach of the first and of the last head, two numbers from 1/64 to 64; the reach of the other
-            heads lies evenly between. A head with reach a has an offset of its logits with which beta = 2^-a where z_ij
-            would be 0: its stick then lasts for about 2^a keys. Default: None, no offset, which is a reach of 1.
+            heads lies evenly between, in multiples of 2^-18. A head with reach a has an offset of its logits with which
+            beta = 2^-a where z_ij would be 0: its stick then lasts for about 2^a keys. Default: None, no offset, which
+            is a reach of 1.
 
     Raises:
         TypeError: If scale, mass_threshold or reach is not numeric, or attend_current is not a bool.

@@ -14,13 +14,22 @@ weights of a block of queries for all keys, so it is practical up to about 16K k
 """
 
 from itertools import pairwise
+from math import trunc
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 from torch.utils.checkpoint import checkpoint
 
+_REACH_UNIT = 2.0**-18
 _MAX_WEIGHTS_PER_BLOCK = 2**23  # weights in memory at a time: 64 MiB for each copy; autograd keeps about ten
+
+
+def _reach_of_heads(first: float, last: float, num_heads: int) -> Tensor:
+    """Return a of each head in float64: evenly spaced multiples of 2^-18, none of which is beyond `last`."""
+    units = round(first / _REACH_UNIT)
+    step = trunc((last / _REACH_UNIT - units) / max(1, num_heads - 1))
+    return _REACH_UNIT * (units + step * torch.arange(num_heads, dtype=torch.float64))
 
 
 def stickbreaking_attention(
@@ -82,7 +91,7 @@ def stickbreaking_attention(
     of_query = q.new_zeros(q.shape[:3]) if query_bias is None else query_bias
     of_key = k.new_zeros(k.shape[:3]) if key_bias is None else key_bias
     if reach is not None:
-        beta = 2.0 ** -torch.linspace(*reach, num_heads, dtype=torch.float64, device=q.device)
+        beta = 2.0 ** -_reach_of_heads(*reach, num_heads).to(q.device)
         of_query = of_query.double() + beta.logit()
     q, k, v, gate, of_query, of_key = (x.double().transpose(1, 2) for x in (q, k, v, gate, of_query, of_key))
     k, v, gate, of_key = (x.repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (k, v, gate, of_key))

@@ -11,7 +11,8 @@ namespace {
 using SavedOptions = std::tuple<double, double, bool, bool, double, double, bool>;
 using OptionalNumbers = std::optional<std::vector<double>>;
 
-// Sets the reach of the heads of q (.., heads, d).
+// Sets the reach of the heads of q (.., heads, d). The reach of a head is a multiple of 2^-18, which is exact in fp32 up
+// to kMaxReach. So it has the same bits in a call with some of the heads. Also in megatron_sb/options.py.
 void set_reach(BlockOptions& used, const OptionalNumbers& reach, const at::Tensor& q) {
     if (!reach.has_value()) return;
     const bool valid = reach->size() == 2 && std::all_of(reach->begin(), reach->end(), [](double a) {
@@ -20,8 +21,11 @@ void set_reach(BlockOptions& used, const OptionalNumbers& reach, const at::Tenso
     TORCH_CHECK_VALUE(valid, "reach must be two numbers, of the first and the last head, from ", kMinReach, " to ",
                       kMaxReach, ", got ", c10::ArrayRef<double>(*reach));
     const int64_t heads = q.sym_size(-2).guard_int(__FILE__, __LINE__);
-    used.reach = reach->front();
-    used.reach_step = heads > 1 ? (reach->back() - reach->front()) / double(heads - 1) : 0;
+    constexpr double kMultiples = 0x1p18;
+    used.reach = std::nearbyint(reach->front() * kMultiples) / kMultiples;
+    // Towards 0, so that the last head stays within the bounds.
+    const double step = heads > 1 ? (reach->back() - used.reach) / double(heads - 1) : 0;
+    used.reach_step = std::trunc(step * kMultiples) / kMultiples;
 }
 
 }  // namespace

@@ -36,8 +36,8 @@ inline bool has_bias_columns(const AttentionOptions& options) {
 // Returns the options of the block contract for queries q (.., d), and checks their values.
 BlockOptions block_options(const AttentionOptions& options, const at::Tensor& q);
 
-// Returns the options of a call for the heads from head `first` on: their reach depends on the head. Rounding does not
-// take it beyond its bounds.
+// Returns the options of a call for the heads from head `first` on: their reach depends on the head. In a block call
+// any step is possible, and rounding must not take the reach beyond its bounds.
 inline BlockOptions from_head(BlockOptions options, int64_t first) {
     options.reach = std::clamp(options.reach + double(first) * options.reach_step, kMinReach, kMaxReach);
     return options;

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import layer_norm, logsigmoid, pad
 
-from megatron_sb.options import DEFAULT_MASS_THRESHOLD, AttentionOptions
+from megatron_sb.options import DEFAULT_MASS_THRESHOLD, AttentionOptions, reach_and_step
 
 _MAX_WEIGHTS = 2**22  # of a block of queries: 16 MiB in fp32. A block has about ten tensors of this size.
 _MOST_SIZES = 8  # of blocks of one call
@@ -458,7 +458,9 @@ def _rows(
             norms = q.square().sum(-1, keepdim=True) + k.square().sum(-1)[:, :, None, None]
             z = 2 * z - scale * norms
         if options.reach is not None:
-            exponents = torch.linspace(*options.reach, q.shape[1:3].numel(), dtype=z.dtype, device=z.device)
+            heads = q.shape[1:3].numel()
+            of_first, step = reach_and_step(options.reach, heads)
+            exponents = of_first + step * torch.arange(heads, dtype=z.dtype, device=z.device)
             z = z - (exponents.exp2() - 1).log().view(*q.shape[1:3], 1, 1)
         hidden = _hidden(*z.shape[-2:], first, options.attend_current, leftpad, z.device)
         if gate is None:

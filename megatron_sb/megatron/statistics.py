@@ -35,7 +35,7 @@ from torch import Tensor
 
 from megatron_sb.megatron.core_attention import StickBreakingCoreAttention
 from megatron_sb.megatron.packed import document_bounds, is_packed
-from megatron_sb.options import reach_step
+from megatron_sb.options import reach_and_step
 
 TILE = 64  # rows and keys of the tiles that kernels skip (csrc/core/params.h)
 
@@ -212,7 +212,7 @@ def _mass_and_edges(
     batch[1] = torch.ops.megatron_sb.keys_for_blocks(batch[1], forget_gate=gate, euclidean=euclidean)
     options = {**core.attention_options, "forget_gate": gate is not None, "bias_columns": euclidean}
     if (reach := options.pop("reach")) is not None:
-        options |= {"reach": reach[0], "reach_step": reach_step(reach, batch[0].shape[2])}
+        options |= dict(zip(("reach", "reach_step"), reach_and_step(reach, batch[0].shape[2]), strict=True))
     _, mass, edge, _ = torch.ops.megatron_sb.block_forward(*batch, segments, **options)
     return mass, edge, bounds.long(), older_keys
 

@@ -61,8 +61,8 @@ def stickbreaking_attention(
             that is not 0. Default: no bias.
         key_bias: (b, s_k, h_kv), added to the logits of each key, as query_bias. -inf hides the key. Default: no bias.
         reach: the reach a of the first and of the last head, from 1/64 to 64; that of the other heads lies
-            evenly between. The logits of a head have the offset -log(2^a - 1), so that beta = 2^-a where z_ij would be
-            0. Default: no offset.
+            evenly between, in multiples of 2^-18. The logits of a head have the offset -log(2^a - 1), so that
+            beta = 2^-a where z_ij would be 0. Default: no offset.
 
     Returns:
         o, (b, s, h, d_v), in q's dtype. With return_mass, (o, mass), where mass (b, h, s) is fp32 (fp64 for fp64). A

@@ -41,8 +41,9 @@ struct AttentionOptions {
     // bias.
     std::optional<at::Tensor> query_bias = std::nullopt;
     std::optional<at::Tensor> key_bias = std::nullopt;
-    // The reach a of the first and of the last head, from 1/64 to 64; that of other heads lies evenly between. The
-    // logits of a head have an offset with which beta = 2^-a where z would be 0. Default: no offset.
+    // The reach a of the first and of the last head, from 1/64 to 64; that of other heads lies evenly between, in
+    // multiples of 2^-18. The logits of a head have an offset with which beta = 2^-a where z would be 0. Default: no
+    // offset.
     std::optional<std::vector<double>> reach = std::nullopt;
 };
 

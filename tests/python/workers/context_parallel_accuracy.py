@@ -178,11 +178,12 @@ def same_answer_as_one_rank_in_short(group) -> None:
 def assert_bits_of_one_rank(group, stream: Stream, inputs: Inputs) -> None:
     """With "a2a" a rank has whole heads, so outputs and gradients are bit for bit those of one rank."""
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    expected = run_over(alone, stream, inputs, "contiguous", "a2a")
+    options = {"reach": (0.3, 7.1)}  # each rank computes the offsets of its heads
+    expected = run_over(alone, stream, inputs, "contiguous", "a2a", **options)
     for layout in LAYOUTS:
         if layout == "balanced" and stream.packing == "whole_stream":
             continue  # the balanced layout has one form only
-        results = run_over(group, stream, inputs, layout, "a2a")
+        results = run_over(group, stream, inputs, layout, "a2a", **options)
         for name in RESULTS:
             assert torch.equal(results[name], expected[name]), f"{stream}, {layout}: {name} has other bits"
 
