@@ -102,10 +102,14 @@ c10::IValue saved(const BlockOptions& options) {
                         options.reach, options.reach_step,     options.bias_columns};
 }
 
+// g++ 12 takes the elements of every c10::IValue tuple for those of a short one, which is stored in another way.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Warray-bounds"
 BlockOptions restored_options(const c10::IValue& value) {
     const auto [scale, mass_threshold, attend_current, forget_gate, reach, reach_step, bias_columns] =
         value.to<SavedOptions>();
     return {{scale, mass_threshold, attend_current, forget_gate, reach, reach_step}, bias_columns};
 }
+#pragma GCC diagnostic pop
 
 }  // namespace megatron_sb::ops

@@ -61,7 +61,7 @@ void side_by_side_on_gpu(c10::Device device, c10::function_ref<void()> first,
 
 }  // namespace
 
-void side_by_side(c10::Device device, c10::function_ref<void()> first,
+void side_by_side([[maybe_unused]] c10::Device device, c10::function_ref<void()> first,
                   c10::function_ref<std::vector<at::Tensor>()> second) {
 #if defined(SB_WITH_CUDA)
     if (device.is_cuda()) return side_by_side_on_gpu(device, first, second);
