@@ -191,20 +191,32 @@ def test_the_local_version_names_cuda_and_torch(nvcc, local, tmp_path):
     assert f"local {local}" in output
 
 
-def configure_compiler(folder: Path, **has: str) -> tuple[int, str]:
-    """Check the compiler in a new project. has: results of its tests. Return the exit status and the output."""
+def configure_compiler(folder: Path, **defined: str) -> tuple[int, str]:
+    """Check the compiler in a new project. Return the exit status and the output.
+
+    defined: variables of CMake, such as results of the compiler's tests.
+    """
     (folder / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.25)\nproject(compiler CXX)\n"
         f'include("{ROOT / "cmake" / "SbCompiler.cmake"}")\nmessage(STATUS "options: ${{sb_float16_options}}.")\n'
     )
-    results = [f"-D{name}={value}" for name, value in has.items()]
-    done = subprocess.run([CMAKE, "-S", folder, "-B", folder / "build", *results], capture_output=True, text=True)
+    definitions = [f"-D{name}={value}" for name, value in defined.items()]
+    done = subprocess.run([CMAKE, "-S", folder, "-B", folder / "build", *definitions], capture_output=True, text=True)
     return done.returncode, " ".join((done.stdout + done.stderr).split())
 
 
+AARCH64 = {"CMAKE_SYSTEM_NAME": "Linux", "CMAKE_SYSTEM_PROCESSOR": "aarch64"}
+X86 = AARCH64 | {"CMAKE_SYSTEM_PROCESSOR": "x86_64"}
+
+
 @needs_cmake
-def test_a_compiler_without_the_type_of_fp16_is_an_error(tmp_path):
-    status, output = configure_compiler(tmp_path, SB_HAS_FLOAT16="OFF", SB_HAS_FP16="OFF")
+@pytest.mark.parametrize(
+    ("processor", "older_name"),
+    [(AARCH64, "OFF"), (X86, "OFF"), (X86, "ON")],
+    ids=["g++ 11 for aarch64", "g++ 11", "clang++ 14"],
+)
+def test_a_compiler_without_the_type_of_fp16_is_an_error(processor, older_name, tmp_path):
+    status, output = configure_compiler(tmp_path, **processor, SB_HAS_FLOAT16="OFF", SB_HAS_FP16=older_name)
     assert status != 0
     assert re.search(mentions("_Float16 g++ 12 CXX CUDAHOSTCXX"), output)
 
@@ -213,5 +225,6 @@ def test_a_compiler_without_the_type_of_fp16_is_an_error(tmp_path):
 def test_the_older_name_of_the_type_is_used_only_where_it_is_needed(tmp_path):
     status, output = configure_compiler(tmp_path)
     assert status == 0 and "options: ." in output
-    status, output = configure_compiler(tmp_path, SB_HAS_FLOAT16="OFF", SB_HAS_FP16="ON")
+    (tmp_path / "older").mkdir()
+    status, output = configure_compiler(tmp_path / "older", **AARCH64, SB_HAS_FLOAT16="OFF", SB_HAS_FP16="ON")
     assert status == 0 and "options: -D_Float16=__fp16." in output
