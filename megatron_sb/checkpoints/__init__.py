@@ -197,6 +197,7 @@ def save(model: StickBreakingForCausalLM, out: str | Path, to: str, tokenizer: s
     try:
         temporary.mkdir(parents=True)
         _save(model, temporary, to)
+        files.give_usual_modes(temporary)
         if tokenizer is not None:
             files.copy_tokenizer(Path(tokenizer), temporary)
         temporary.rename(out)

@@ -132,6 +132,13 @@ def write(folder: Path, config: dict, tensors: dict[str, Tensor]) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
+def give_usual_modes(folder: Path) -> None:
+    """Let those read the weights who can read other new files. safetensors writes files for their owner alone."""
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.glob("*.safetensors"):
+        path.chmod(mode)
+
+
 def copy_tokenizer(source: Path, folder: Path) -> None:
     """Copy the files of a tokenizer, if the source has any."""
     for path in (path for pattern in TOKENIZER_FILES for path in source.glob(pattern)):

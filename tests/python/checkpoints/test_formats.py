@@ -543,6 +543,15 @@ def test_the_command(tmp_path, capsys):
     assert f"{tmp_path} has no config.json" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("to", checkpoints.FORMATS)
+def test_those_who_can_read_other_new_files_can_read_the_weights(to, tmp_path):
+    """safetensors writes files that only their owner can read."""
+    checkpoints.save(make_model(), tmp_path / "out", to)
+    (tmp_path / "new").touch()
+    modes = {path.stat().st_mode for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert modes == {(tmp_path / "new").stat().st_mode}
+
+
 def test_a_link_to_nothing_as_out(tmp_path):
     """A folder cannot replace it. This is an error before a model is read."""
     (tmp_path / "link").symlink_to(tmp_path / "gone")
