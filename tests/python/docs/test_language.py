@@ -120,6 +120,7 @@ def _is_in(quote: str, message: str) -> bool:
 
 # What other programs print.
 FOREIGN = (
+    "CMake 3.26 or higher is required",
     "Could NOT find",
     "Could not find a package",
     "Could not find the compiler",
@@ -146,6 +147,7 @@ FOREIGN = (
     "no such option: -C",
     "requires a different Python",
     "scikit_build_core",
+    "unable to find a build program",
     "undefined symbol",
     "unrecognized arguments",
     "unsupported GNU version",
