@@ -4,6 +4,9 @@
 # Only the files in the folders of a version of torch depend on torch. So the union of installations for several
 # versions is an installation for all of them (cmake/make_wheels.py). The folder of the build has the same layout.
 include(CMakePackageConfigHelpers)
+if(POLICY CMP0177)  # the paths below may have "./", which newer versions of CMake warn of
+    cmake_policy(SET CMP0177 NEW)
+endif()
 
 set(sb_prefix ".")
 if(SKBUILD)
