@@ -114,7 +114,7 @@ int64_t workspace_limit() {
         char* end = nullptr;
         const long long mib = std::strtoll(text, &end, 10);
         TORCH_CHECK_VALUE(end != text && *end == 0 && mib >= 1 && mib <= (1 << 20),
-                          "MEGATRON_SB_WORKSPACE_MIB must be an integer from 1 to 1048576, got ", text);
+                          "MEGATRON_SB_WORKSPACE_MIB must be an integer from 1 to 1048576, got '", text, "'");
         return int64_t(mib) << 20;
     }();
     return limit;
