@@ -71,7 +71,9 @@ def geometric_attention(
     _check_mask(key_padding_mask, q.shape[:2], q.device)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     check_finite("scale", scale)
-    return _GeometricAttention.apply(q, k, v, left, right, key_padding_mask, scale)
+    # Before the autograd function: torch.compile (torch 2.11) fails if a size becomes a constant inside it.
+    chunks = _chunks(q.shape[0] * q.shape[2], q.shape[1])
+    return _GeometricAttention.apply(q, k, v, left, right, key_padding_mask, scale, chunks)
 
 
 class GeometricAttention(nn.Module):
@@ -168,14 +170,14 @@ class _GeometricAttention(torch.autograd.Function):
     """The autograd function of `geometric_attention`. It saves only its inputs."""
 
     @staticmethod
-    def forward(ctx, q, k, v, left, right, padding, scale) -> Tensor:
+    def forward(ctx, q, k, v, left, right, padding, scale, chunks) -> Tensor:
         ctx.save_for_backward(q, k, v, left, right, padding)
-        ctx.scale = scale
+        ctx.scale, ctx.chunks = scale, chunks
         batch, length, heads = q.shape[:3]
         o = q.new_empty(batch, length, heads, v.shape[-1])
         with without_autocast(q):
             q, k, v, left, right = _widened(q, k, v, left, right, padding=padding)
-            for begin, end in _chunks(batch * heads, length):
+            for begin, end in chunks:
                 _, weights, order = _weights_by_distance(scale * q[:, :, begin:end], k, left, right, padding, begin)
                 o[:, begin:end] = (_by_key(weights, order) @ v).transpose(1, 2)
         # Not in place: torch.compile (torch 2.11) would then return gradients of 0.
@@ -186,13 +188,12 @@ class _GeometricAttention(torch.autograd.Function):
     def backward(ctx, grad_o):
         q, k, v, left, right, padding = ctx.saved_tensors
         dtypes = [x.dtype for x in (q, k, v, left, right)]
-        batch, length, heads = q.shape[:3]
         with without_autocast(q):
             q, k, v, left, right, grad_o = _widened(q, k, v, left, right, grad_o, padding=padding)
             grad_q, grad_k, grad_v, grad_left, grad_right = grads = [
                 torch.zeros_like(x) for x in (q, k, v, left, right)
             ]
-            for begin, end in _chunks(batch * heads, length):
+            for begin, end in ctx.chunks:
                 q_rows, grad_rows = ctx.scale * q[:, :, begin:end], grad_o[:, :, begin:end]
                 z, weights, order = _weights_by_distance(q_rows, k, left, right, padding, begin)
                 grad_v += _by_key(weights, order).transpose(-1, -2) @ grad_rows
@@ -204,7 +205,7 @@ class _GeometricAttention(torch.autograd.Function):
                 grad_k += grad_z.transpose(-1, -2) @ q_rows
                 grad_left[:, :, begin:end] = grad_z.tril(begin - 1).sum(-1)
                 grad_right[:, :, begin:end] = grad_z.triu(begin + 1).sum(-1)
-        return *(grad.transpose(1, 2).to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)), None, None
+        return *(grad.transpose(1, 2).to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)), None, None, None
 
 
 def _weights_by_distance(

@@ -447,6 +447,14 @@ class TestModule:
         grads = (torch.autograd.grad(o.square().sum(), [x, *module.parameters()]) for o in (a, b))
         torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
 
+    def test_compile_with_dynamic_sizes(self):
+        """Batch size and length may both be symbolic, as after a batch of another size and length."""
+        x = torch.randn(2, 7, 12, requires_grad=True)
+        module = make_module()
+        compiled = torch.compile(module, dynamic=True, backend="aot_eager")
+        grads = [torch.autograd.grad(f(x).square().sum(), [x, *module.parameters()]) for f in (compiled, module)]
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+
 
 def zeros(*shape, **options):
     return torch.zeros(*shape, **options)
