@@ -54,8 +54,8 @@ def stickbreaking_attention(
         logits: "dot" for z_ij = scale * q_j . k_i, or "euclidean" for z_ij = -scale * |q_j - k_i|^2 (NU-CS-2024-15).
             Euclidean logits need 8 more columns of q and k, so d is at most 248. Default: "dot".
         forget_gate: f, (b, s_k, h_kv), for beta_ij = f_i * sigmoid(z_ij), in q's dtype or in fp32 (fp64 for fp64).
-            fp32 keeps 1 - f of a gate that is nearly open. Values are clamped to [0, 1]; the gradient is rounded to
-            q's dtype. Default: no gate.
+            fp32 keeps 1 - f of a gate that is nearly open. Values are clamped to [0, 1]. A value outside has the
+            gradient at the bound, where torch.clamp has 0. The gradient is rounded to q's dtype. Default: no gate.
         query_bias: (b, s, h), added to the logits of each query, in q's dtype or in fp32 (fp64 for fp64). The gradient
             is rounded to q's dtype. Biases need the 8 columns of Euclidean logits, so d is at most 248, and a scale
             that is not 0. Default: no bias.

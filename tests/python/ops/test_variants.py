@@ -168,6 +168,18 @@ def test_the_gradient_of_a_closed_gate(f, dtype):
     torch.testing.assert_close(actual, expected, rtol=1e-4 if dtype == torch.float32 else 1e-9, atol=1e-6)
 
 
+def test_a_gate_outside_of_its_range_has_the_gradient_at_the_bound():
+    x = make_inputs("mean -3.2", s=40, h=1, d=16)
+
+    def gradient(gate):
+        gates = torch.full((1, 40, 1), gate).requires_grad_()
+        return torch.autograd.grad(stickbreaking_attention(x.q, x.k, x.v, forget_gate=gates).sum(), gates)[0]
+
+    assert gradient(1.0).abs().max() > 1e-3
+    torch.testing.assert_close(gradient(1.5), gradient(1.0))
+    torch.testing.assert_close(gradient(-0.5), gradient(0.0))
+
+
 def test_a_nearly_open_gate_is_not_rounded_to_one():
     """With 1 - f = 2^-20 and saturated logits, each key leaves 2^-20 of the mass. In bf16 the gate would be 1."""
     x = make_inputs("saturated +30", s=4, h=1, d=64, dtype=torch.bfloat16)
