@@ -263,10 +263,14 @@ int splits_for(int64_t units, int64_t slots, int most) {
 
 }  // namespace
 
-bool fits_device(const Sizes& sizes) {
-    Params p;
+int least_shared_bytes(const Sizes& sizes) {
+    Params p = {};
     p.sizes = sizes;
-    return kernel_for(p).shared_bytes(1) <= common::max_shared_bytes_per_block();
+    return kernel_for(p).shared_bytes(1);
+}
+
+bool fits_device(const Sizes& sizes) {
+    return least_shared_bytes(sizes) <= common::max_shared_bytes_per_block();
 }
 
 Plan plan_for(const Params& p) {

@@ -34,8 +34,11 @@ struct Params {
     void* workspace = nullptr;  // workspace_bytes(), aligned to kWorkspaceAlignment
 };
 
-// Returns whether a CTA of the current device can hold the rows of these dtype and head dims. fp32 rows of more than
-// 128 columns need 113 KB of shared memory; sm_86, sm_89 and sm_120 have 99 KB.
+// Returns the least shared memory of a CTA, in bytes, for a dtype and head dims. fp32 rows of more than 128 columns
+// need 113 KB; sm_86, sm_89 and sm_120 have 99 KB.
+int least_shared_bytes(const Sizes& sizes);
+
+// Returns whether a CTA of the current device has that much.
 bool fits_device(const Sizes& sizes);
 
 // How a call is distributed over the device. The plan depends on sizes only, so it is valid for every replay of a CUDA
