@@ -11,8 +11,8 @@ namespace {
 using SavedOptions = std::tuple<double, double, bool, bool, double, double, bool>;
 using OptionalNumbers = std::optional<std::vector<double>>;
 
-// Sets the reach of the heads of q (.., heads, d). The reach of a head is a multiple of 2^-18, which is exact in fp32 up
-// to kMaxReach. So it has the same bits in a call with some of the heads. Also in megatron_sb/options.py.
+// Sets the reach of the heads of q (.., heads, d). The reach of a head is a multiple of 2^-18, which is exact in fp32
+// up to kMaxReach. So it has the same bits in a call with some of the heads. Also in megatron_sb/options.py.
 void set_reach(BlockOptions& used, const OptionalNumbers& reach, const at::Tensor& q) {
     if (!reach.has_value()) return;
     const bool valid = reach->size() == 2 && std::all_of(reach->begin(), reach->end(), [](double a) {
