@@ -201,17 +201,15 @@ Sizes sizes_of(const KvCacheCall& in) {
             int32_t(in.v.size(3))};
 }
 
-bool decode_serves(const KvCacheCall& in) {
-    const Sizes sizes = sizes_of(in);
+// Call this and through_decode on the device of the call.
+bool decode_serves(const KvCacheCall& in, const Sizes& sizes) {
     if (sizes.q_rows * int64_t(sizes.num_heads / sizes.num_kv_heads) > decode::kMaxQueryRows) return false;
     const dispatch::Request request = {dispatch::Device::kCuda, device_architecture(in.q.device()), sizes.dtype,
                                        sizes.head_dim, sizes.head_dim_v};
-    const DeviceScope scope(in.q.device());
     return dispatch::decode_serves(request) && decode::fits_device(sizes);
 }
 
-TensorPair through_decode(const KvCacheCall& in, const BlockOptions& options) {
-    const DeviceScope scope(in.q.device());
+TensorPair through_decode(const KvCacheCall& in, const Sizes& sizes, const BlockOptions& options, void* stream) {
     const at::Tensor q = aligned(in.q), k = aligned(in.k), v = aligned(in.v);
     const at::Tensor ends = in.cache_seqlens.contiguous();
     const OptionalTensor firsts =
@@ -220,7 +218,7 @@ TensorPair through_decode(const KvCacheCall& in, const BlockOptions& options) {
     const auto [o, mass] = empty_results(in);
 
     decode::Params params;
-    params.sizes = sizes_of(in);
+    params.sizes = sizes;
     params.options = options;
     params.q = strided_rows<const void*>(q);
     params.k = strided_rows<const void*>(k);
@@ -234,7 +232,7 @@ TensorPair through_decode(const KvCacheCall& in, const BlockOptions& options) {
     const decode::Plan plan = decode::plan_for(params);
     const at::Tensor workspace = empty_workspace(decode::workspace_bytes(params, plan), q);
     params.workspace = workspace.data_ptr();
-    decode::forward(params, plan, scope.stream());
+    decode::forward(params, plan, stream);
     return {o, mass};
 }
 #endif
@@ -412,7 +410,11 @@ TensorPair kvcache_forward(const Arguments& arguments) {
     }
     for (at::Tensor* x : {&in.q, &in.k, &in.v}) *x = unit_last_stride(*x);
 #if defined(SB_WITH_CUDA)
-    if (in.q.is_cuda() && decode_serves(in)) return through_decode(in, options);
+    if (in.q.is_cuda()) {
+        const DeviceScope scope(in.q.device());
+        const Sizes sizes = sizes_of(in);
+        if (decode_serves(in, sizes)) return through_decode(in, sizes, options, scope.stream());
+    }
 #endif
     return through_blocks(in, options);
 }
