@@ -3,8 +3,8 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <cstdlib>
 
+#include "core/environment.h"
 #include "core/error.h"
 #include "core/limits.h"
 #include "dispatch/table.h"
@@ -107,17 +107,8 @@ const dispatch::Kernels& kernels_for(const at::Tensor& q, const at::Tensor& v, c
 
 // The most bytes of workspace for a backward: 256 MiB, or MEGATRON_SB_WORKSPACE_MIB, which is read once.
 int64_t workspace_limit() {
-    constexpr int64_t kDefaultMiB = 256;
-    static const int64_t limit = [] {
-        const char* text = std::getenv("MEGATRON_SB_WORKSPACE_MIB");
-        if (text == nullptr) return kDefaultMiB << 20;
-        char* end = nullptr;
-        const long long mib = std::strtoll(text, &end, 10);
-        TORCH_CHECK_VALUE(end != text && *end == 0 && mib >= 1 && mib <= (1 << 20),
-                          "MEGATRON_SB_WORKSPACE_MIB must be an integer from 1 to 1048576, got '", text, "'");
-        return int64_t(mib) << 20;
-    }();
-    return limit;
+    static const int64_t mib = integer_of_environment("MEGATRON_SB_WORKSPACE_MIB", 256, 1, 1 << 20);
+    return mib << 20;
 }
 
 const void* data_or_null(const std::optional<at::Tensor>& x) {

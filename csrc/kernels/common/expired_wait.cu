@@ -2,11 +2,11 @@
 
 #include <atomic>
 #include <cstdio>
-#include <cstdlib>
 #include <iterator>
 #include <map>
 #include <mutex>
 
+#include "core/environment.h"
 #include "core/error.h"
 #include "kernels/common/expired_wait.h"
 #include "kernels/common/launch.h"
@@ -130,16 +130,7 @@ std::atomic<Records*> records_of_process = nullptr;
 }  // namespace
 
 uint32_t wait_limit_seconds() {
-    static const uint32_t limit = [] {
-        const char* const text = std::getenv("MEGATRON_SB_WAIT_LIMIT_SECONDS");
-        if (text == nullptr) return 60u;
-        char* end = nullptr;
-        const long long seconds = std::strtoll(text, &end, 10);
-        if (end == text || *end != 0 || seconds < 1 || seconds > 86400)
-            throw InvalidArgument(
-                concat("MEGATRON_SB_WAIT_LIMIT_SECONDS must be an integer from 1 to 86400, got '", text, "'"));
-        return uint32_t(seconds);
-    }();
+    static const auto limit = uint32_t(integer_of_environment("MEGATRON_SB_WAIT_LIMIT_SECONDS", 60, 1, 86400));
     return limit;
 }
 
