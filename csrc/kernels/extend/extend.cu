@@ -1,6 +1,6 @@
 // Memory bandwidth limits these kernels: the forward reads x once and writes x' once. kLanes neighbouring lanes own a
-// row of a head, with 8 channels each, one load of 16 bytes. A thread has kRows rows, so that several loads are in
-// flight.
+// row of a head, with 8 channels each, one load of 16 bytes. A thread has several rows, so that several loads are in
+// flight: kRows if it loads x alone, half of that if it loads two tensors. More rows are slower.
 #include <type_traits>
 
 #include "kernels/common/launch.h"
@@ -12,11 +12,11 @@ namespace megatron_sb::extend {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kRows = 4;      // of a thread
-constexpr int kChannels = 8;  // of a lane, and columns of biases or of gates
+constexpr int kRows = 4, kRowsOfTwo = 2;  // of a thread
+constexpr int kChannels = 8;              // of a lane, and columns of biases or of gates
 static_assert(kGateParts == 3 && kGateColumns == kChannels);
 
-// The row of a head and the channels that belong to a thread.
+// A row of a head and the channels that belong to a thread.
 template <int kLanes>
 struct Place {
     int batch, row, head, lane;
@@ -24,9 +24,9 @@ struct Place {
     bool exists;    // the row
 
     Place() = default;
-    // `i`: of the rows of the thread. Neighbouring threads have neighbouring rows.
-    __device__ Place(const Params& p, int i) {
-        value = ((int64_t(blockIdx.x) * kRows + i) * kThreads + threadIdx.x) / kLanes;
+    // Row i of the `rows` of the thread. Neighbouring threads have neighbouring rows.
+    __device__ Place(const Params& p, int rows, int i) {
+        value = ((int64_t(blockIdx.x) * rows + i) * kThreads + threadIdx.x) / kLanes;
         lane = threadIdx.x % kLanes;
         exists = value < int64_t(p.batch) * p.rows * p.num_heads;
         if (!exists) value = 0;
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads)
     uint4 rows[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-        places[i] = Place<kLanes>(p, i);
+        places[i] = Place<kLanes>(p, kRows, i);
         rows[i] = places[i].has(p) ? load(places[i].template in<T>(p.x, places[i].channel())) : uint4{};
     }
 #pragma unroll
@@ -148,12 +148,12 @@ template <class T, int kLanes>
 __global__ void __launch_bounds__(kThreads)
     gradient_of_norms(const __grid_constant__ Params p, const __grid_constant__ Rows<const void*> d_extended,
                       const __grid_constant__ Rows<void*> d_x) {
-    Place<kLanes> places[kRows];
-    float of_norms[kRows];
-    uint4 x[kRows], d[kRows];
+    Place<kLanes> places[kRowsOfTwo];
+    float of_norms[kRowsOfTwo];
+    uint4 x[kRowsOfTwo], d[kRowsOfTwo];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-        const Place<kLanes>& place = places[i] = Place<kLanes>(p, i);
+    for (int i = 0; i < kRowsOfTwo; ++i) {
+        const Place<kLanes>& place = places[i] = Place<kLanes>(p, kRowsOfTwo, i);
         if (!place.has(p)) continue;
         of_norms[i] = -float(*place.template in<T>(d_extended, p.head_dim + number_column(p.side))) / p.unit;
         x[i] = load(place.template in<T>(p.x, place.channel()));
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     const float twice = p.side == Side::kQuery ? 2.f : 1.f;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
+    for (int i = 0; i < kRowsOfTwo; ++i) {
         if (!places[i].has(p)) continue;
         // Rows after the last document have gradients of 0, whatever they hold: 0 times infinity would be NaN.
         const Eight of_x = of_norms[i] != 0.f ? unpacked<T>(x[i]) : Eight{};
@@ -182,23 +182,25 @@ void with_instance(const Params& p, const F& f) {
     };
     p.dtype == Dtype::kBFloat16 ? with_lanes(common::BFloat16{}) : with_lanes(common::Half{});
 }
-int64_t blocks_of(const Params& p, int lanes) {
-    return (int64_t(p.batch) * p.rows * p.num_heads * lanes + kThreads * kRows - 1) / (kThreads * kRows);
+int64_t blocks_of(const Params& p, int lanes, int rows_of_thread) {
+    const int64_t threads = int64_t(kThreads) * rows_of_thread;
+    return (int64_t(p.batch) * p.rows * p.num_heads * lanes + threads - 1) / threads;
 }
 
 }  // namespace
 
 void forward(const Params& p, const Rows<void*>& extended, void* stream) {
     with_instance(p, [&](auto element, auto lanes) {
-        common::launch("extend_forward", append_columns<decltype(element), lanes()>, blocks_of(p, lanes()), kThreads, 0,
-                       static_cast<cudaStream_t>(stream), p, extended);
+        common::launch("extend_forward", append_columns<decltype(element), lanes()>, blocks_of(p, lanes(), kRows),
+                       kThreads, 0, static_cast<cudaStream_t>(stream), p, extended);
     });
 }
 
 void backward(const Params& p, const Rows<const void*>& d_extended, const Rows<void*>& d_x, void* stream) {
     with_instance(p, [&](auto element, auto lanes) {
-        common::launch("extend_backward", gradient_of_norms<decltype(element), lanes()>, blocks_of(p, lanes()),
-                       kThreads, 0, static_cast<cudaStream_t>(stream), p, d_extended, d_x);
+        common::launch("extend_backward", gradient_of_norms<decltype(element), lanes()>,
+                       blocks_of(p, lanes(), kRowsOfTwo), kThreads, 0, static_cast<cudaStream_t>(stream), p, d_extended,
+                       d_x);
     });
 }
 

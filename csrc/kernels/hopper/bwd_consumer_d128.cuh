@@ -139,6 +139,7 @@ class BackwardConsumer : HalfScan<T> {
         first_round_ = false;
         wgmma_wait<1>();
         fence_accumulator(s_);
+        this->add_gate_sums();
         if constexpr (kMayBeMasked) this->mask(number_ + 1, next_flags);
         scan.exponentials(s_, this->logits(number_ + 1), lane_ % 4);
         // dP overwrites dQ, which the additions in finish_dq() read for some time. Half of the exponentials come first,

@@ -86,14 +86,14 @@ class HalfScan : protected BackwardThread<T> {
     __device__ __forceinline__ void begin_gates(const Step& step) {
         if constexpr (T::kGated) {
             gate_sums_[0] = gate_sums_[1] = 0.f;
+            clear_accumulator(n_sums_);
             const int key = threadIdx.x % 128, key_of_tile = half_ * kHalfTileKeys + key;
             if (key < kHalfTileKeys) {
                 const Rows<const void*>& k = args_.params.k;
+                const int64_t at = offset_of(k, step.batch, step.kv_head, step.k_row + key_of_tile);
                 float c = Gate::kLeastC;
                 if (key_of_tile < step.tile_keys)
-                    c = Gate::c_of<Element>(
-                        Gate::words(k, offset_of(k, step.batch, step.kv_head, step.k_row + key_of_tile),
-                                    args_.params.sizes.head_dim));
+                    c = Gate::c_of<Element>(Gate::words(k, at, args_.params.sizes.head_dim));
                 control_.gates_of_half[half_][key] = c;
             }
             warpgroup_barrier(barrier_of_consumer(half_));  // the gates are written
@@ -103,6 +103,7 @@ class HalfScan : protected BackwardThread<T> {
     // warpgroup call it after the last scan of the tile.
     __device__ __forceinline__ void end_gates(const Step& last) {
         if constexpr (T::kGated) {
+            common::sum_over_rows(n_sums_, gate_sums_);
             auto& sums = control_.gate_sums[half_];
             const int first = lane_ % 4 * kBackwardKeysPerThread + lane_ / 4 * 2, key = threadIdx.x % 128;
             sums[warp_][first] = gate_sums_[0];
@@ -206,13 +207,17 @@ class HalfScan : protected BackwardThread<T> {
                 store_shared_if(lane_ % 4 == 0, shared_address(&sum), sum_over_quad(Element{}, packed));
             }
         }
-        if constexpr (T::kGated) {
-            float n[kBackwardKeysPerThread];
+        if constexpr (T::kGated)
 #pragma unroll
             for (int k = 0; k < kBackwardKeysPerThread; ++k)
-                n[k] = dp_[accumulator_register(0, k)] + dp_[accumulator_register(1, k)];
-            common::sum_over_rows(n, gate_sums_);
-        }
+                n_sums_[k] = dp_[accumulator_register(0, k)] + dp_[accumulator_register(1, k)] +
+                             (T::kKeepsGateSums ? n_sums_[k] : -0.f);  // x + -0 is x
+    }
+    // Sums n of the last step over the rows of the warp, if threads do not keep sums over all steps. Call it before the
+    // exponentials of the next step and after a branch: ptxas then places its shuffles between the exponentials.
+    // Elsewhere each one waits for the one before it, and all of them for products that read shared memory.
+    __device__ __forceinline__ void add_gate_sums() {
+        if constexpr (T::kGated && !T::kKeepsGateSums) common::sum_over_rows(n_sums_, gate_sums_);
     }
     // Replaces NaN by 0 in a row of Q in shared memory if the row starts only in newer keys and its scores in this half
     // are NaN. dK adds dz^T Q, and dz = 0 times NaN would be NaN. The zeros stay until dK of this step is done: the
@@ -272,7 +277,9 @@ class HalfScan : protected BackwardThread<T> {
     uint32_t weights_, dz_;             // addresses of A and dz of this half, first slot
     float product_offset_ = 0.f;        // of the key tile
     float s_[32], dp_[32];
-    float gate_sums_[2];  // with gates: sums of n of this key tile over the rows of the warp (sum_over_rows)
+    // With gates: sums of n for the keys of this thread over its two rows, of the last step or with kKeepsGateSums of
+    // all steps of the key tile; and sums over the rows of the warp and all steps before (sum_over_rows).
+    float n_sums_[T::kGated ? kBackwardKeysPerThread : 1], gate_sums_[2];
 };
 
 }  // namespace megatron_sb::hopper

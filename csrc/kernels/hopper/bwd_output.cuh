@@ -78,10 +78,9 @@ class BackwardThread {
     // dz. Threads from kStepRows on have no row.
     __device__ __forceinline__ float dz_sum(int slot) const {
         const int row = warp_ * 32 + lane_;
-        float sum = 0.f;
         if constexpr (T::kBiases > 0)
-            if (row < kStepRows) sum = shared_.dz_sums[slot][0][row] + shared_.dz_sums[slot][1][row];
-        return sum;
+            if (row < kStepRows) return shared_.dz_sums[slot][0][row] + shared_.dz_sums[slot][1][row];
+        return 0.f;
     }
     // Issues dk += dz^T Q in the bias columns, a product with eight columns, for the keys of a half tile and the rows
     // of a stage.

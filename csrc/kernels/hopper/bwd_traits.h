@@ -154,8 +154,9 @@ struct BackwardTraits {
                       kThreads / 128 * kLaunchRegisters,
                   "all warpgroups together must not use more registers than the CTA has at launch");
 
-    // In the scans without forget gates, which have 32 registers more for them up to 96 columns (bwd_scan.cuh).
-    static constexpr bool kKeepsReciprocals = kHeadDim < 128;
+    // Up to 96 columns, the scans have registers for the reciprocals of masses (bwd_scan.cuh), or with forget gates for
+    // the sums of n of all keys of a thread (bwd_half_tile.cuh).
+    static constexpr bool kKeepsReciprocals = kHeadDim < 128, kKeepsGateSums = kHeadDim < 128;
 
     static constexpr int kQdoStages = kWide ? 2 : 3;             // of Q and dO
     static constexpr int kTileBuffers = kHeadDim == 64 ? 2 : 1;  // of K and V
