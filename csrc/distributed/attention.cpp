@@ -165,16 +165,16 @@ std::string text_of(double value) {
     return text;
 }
 
-constexpr size_t kPassField = 0, kDocumentsField = 4;
+constexpr const char *kPass = "the pass", *kDocuments = "the plan's cu_seqlens";  // names of fields
 
 Call agreed_fields(const ContextParallelCall& call, const CheckedCall& checked) {
     const auto yes_or_no = [](bool value) { return value ? "yes" : "no"; };
     const auto flag = [](bool value) { return value ? "True" : "False"; };
-    return {{"the pass", "forward"},
+    return {{kPass, "forward"},
             {"the plan's seq_len", std::to_string(call.plan->seq_len())},
             {"the plan's layout", call.plan->layout()},
             {"the plan's packing", call.plan->packed() ? call.plan->packing() : "no packing"},
-            {"the plan's cu_seqlens", call.plan->state().documents, true},
+            {kDocuments, call.plan->state().documents, true},
             {"q's shape", text_of(call.q.sizes())},
             {"k's shape", text_of(call.k.sizes())},
             {"v's shape", text_of(call.v.sizes())},
@@ -230,8 +230,10 @@ auto explain_failure(const ContextParallelPlan& plan, const AgreedCall& agreed, 
         return transfer();
     } catch (const RuntimeFailure& failure) {
         Call call = agreed.fields;
-        call[kPassField].value = pass;
-        call[kDocumentsField].value = plan.state().documents;
+        for (auto& [name, value, is_of_batch] : call) {
+            if (std::string_view(name) == kPass) value = pass;
+            if (std::string_view(name) == kDocuments) value = plan.state().documents;
+        }
         plan.state().agreement->explain_failure(call, failure.what());
         throw;
     }
