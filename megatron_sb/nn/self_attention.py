@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,14 @@ def _checked_head_dim(
     used = head_dim_of(hidden_size, num_heads, head_dim)
     check_head_dim("hidden_size / num_heads" if head_dim is None else "head_dim", used, extra_columns=euclidean)
     return used
+
+
+def _with_python_numbers(options: LayerOptions) -> LayerOptions:
+    """Return the options without numbers of numpy, which torch.compile would trace as arrays."""
+    numbers = {"mass_threshold": options.mass_threshold, "forget_gate_loss": options.forget_gate_loss}
+    numbers |= {} if options.scale is None else {"scale": options.scale}
+    reach = None if options.reach is None else tuple(map(float, options.reach))
+    return replace(options, reach=reach, **{name: float(value) for name, value in numbers.items()})
 
 
 class StickBreakingSelfAttention(nn.Module):
@@ -116,8 +125,8 @@ class StickBreakingSelfAttention(nn.Module):
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
         # As head_output does when it is called.
         check_number("norm_eps", norm_eps, "a finite number of at least 1e-30", lambda x: 1e-30 <= x < math.inf)
-        self.norm_eps = norm_eps
-        self.options = LayerOptions(
+        self.norm_eps = float(norm_eps)
+        options = LayerOptions(
             scale=scale,
             attend_current=attend_current,
             mass_threshold=mass_threshold,
@@ -128,6 +137,7 @@ class StickBreakingSelfAttention(nn.Module):
             forget_gate=forget_gate,
             forget_gate_loss=forget_gate_loss,
         )
+        self.options = _with_python_numbers(options)
         check_flag("bias", bias)
         check_choice("layout", layout, LAYOUTS)
         check_choice("comm", comm, _COMMS)

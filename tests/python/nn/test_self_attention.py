@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -117,6 +118,21 @@ class TestForward:
 
     def test_compile(self):
         module, x = make_module(remainder_bias=True, head_norm=True), torch.randn(2, 20, 48)
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), module(x), rtol=1e-6, atol=1e-6)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"scale": np.float64(0.3), "mass_threshold": np.float32(1e-6)},
+            {"reach": (np.float32(0.5), np.int64(3))},
+            {"head_norm": True, "norm_eps": np.float64(1e-4)},
+            {"forget_gate": True, "forget_gate_loss": np.float32(0.1)},
+        ],
+        ids=lambda options: list(options)[-1],
+    )
+    def test_compile_with_numbers_of_numpy(self, options):
+        module, x = make_module(**options), torch.randn(2, 20, 48)
         compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(x), module(x), rtol=1e-6, atol=1e-6)
 
