@@ -34,10 +34,15 @@ class GateProjection(nn.Linear):
 
 
 class _AddToBackward(torch.autograd.Function):
+    generate_vmap_rule = True  # torch.vmap needs it, and setup_context
+
     @staticmethod
-    def forward(ctx, x: Tensor, loss: Tensor) -> Tensor:
-        ctx.save_for_backward(loss)
+    def forward(x: Tensor, loss: Tensor) -> Tensor:
         return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
