@@ -22,6 +22,8 @@ from megatron_sb.validation import check_choice, check_counts, check_flag, check
 
 _COMMS = tuple(comm for comm in COMMS if comm != "a2a+p2p")  # which needs groups that a layer does not have
 
+_AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that autocast converts
+
 
 def _checked_head_dim(
     hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None, euclidean: bool
@@ -237,7 +239,7 @@ class StickBreakingSelfAttention(nn.Module):
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q, k, v = (
             part.view(*x.shape[:-1], n, self.head_dim)
-            for n, part in zip(heads, self.qkv_proj(x).split([n * self.head_dim for n in heads], dim=-1), strict=True)
+            for n, part in zip(heads, self._projected(x).split([n * self.head_dim for n in heads], dim=-1), strict=True)
         )
         gates = self._gates(x, plan)
         if cache is None:
@@ -248,6 +250,26 @@ class StickBreakingSelfAttention(nn.Module):
         except BaseException:
             cache.length = num_filled
             raise
+
+    def _projected(self, x: Tensor) -> Tensor:
+        """Return the rows of q, k and v. If qkv_proj rejects the dtype or device of x, say what it must be."""
+        if torch.compiler.is_compiling():
+            return self.qkv_proj(x)
+        try:
+            return self.qkv_proj(x)
+        except RuntimeError as error:
+            weight = getattr(self.qkv_proj, "weight", None)
+            if not isinstance(weight, Tensor):  # another module took the place of the projection
+                raise
+            if x.device != weight.device:
+                raise ValueError(f"x must be on {weight.device}, as the parameters, got {x.device}.") from error
+            cast = x.dtype in _AUTOCAST and torch.is_autocast_enabled(x.device.type)
+            if x.dtype == weight.dtype or cast:
+                raise
+            raise TypeError(
+                f"x must have dtype {weight.dtype}, as the parameters, got {x.dtype}. Convert it with "
+                f"x.to({weight.dtype})."
+            ) from error
 
     def _output(self, o: Tensor, mass: Tensor | None) -> Tensor:
         """Apply remainder, norm and output projection."""

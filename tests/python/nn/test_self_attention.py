@@ -210,6 +210,8 @@ INVALID_CALLS = {
     "packed x without cu_seqlens": (torch.zeros(6, 48), {}, ValueError, "x (6, 48)"),
     "dense x with cu_seqlens": (torch.zeros(1, 6, 48), {"cu_seqlens": CU}, ValueError, "x (1, 6, 48)"),
     "width of x": (torch.zeros(1, 6, 40), {}, ValueError, "x (1, 6, 40)"),
+    "dtype of x": (torch.zeros(1, 6, 48).double(), {}, TypeError, "x torch.float32 torch.float64"),
+    "x of integers": (torch.zeros(1, 6, 48).long(), {}, TypeError, "x torch.float32 torch.int64"),
     "plan is an int": (torch.zeros(1, 6, 48), {"plan": 2}, TypeError, "plan int"),
 }
 
@@ -218,6 +220,23 @@ INVALID_CALLS = {
 def test_an_invalid_call_raises_an_error(x, options, error, words):
     with pytest.raises(error, match=mentions(words)):
         make_module()(x, **options)
+
+
+def test_x_on_another_device_raises_an_error():
+    with pytest.raises(ValueError, match=mentions("x on cpu meta")):
+        make_module(bias=True)(torch.zeros(1, 6, 48, device="meta"))  # without a bias, torch accepts the device meta
+
+
+def test_an_error_of_another_projection_is_not_changed():
+    """A module that takes the place of qkv_proj chooses its own dtypes."""
+    module = make_module()
+    module.qkv_proj = torch.nn.Sequential(module.qkv_proj)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        module(torch.zeros(1, 6, 48).double())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert make_module(dtype=torch.bfloat16)(torch.zeros(1, 6, 48)).dtype == torch.bfloat16
+        with pytest.raises(TypeError, match=mentions("x torch.float32 torch.float64")):
+            make_module()(torch.zeros(1, 6, 48).double())  # which autocast does not convert
 
 
 def test_two_ranks_give_the_results_of_one(tmp_path):
