@@ -263,11 +263,11 @@ INVALID_KEYS = {
     "biases are no tensor": ({"key_bias": True}, TypeError, "key_bias bool"),
     "no scale": ({"key_bias": torch.rand(1, 2, 3), "scale": 0}, ValueError, "scale 0"),
     "logits": ({"logits": "cosine"}, ValueError, "logits cosine"),
-    "too wide": ({"k": torch.randn(1, 2, 3, 256), "logits": "euclidean"}, ValueError, "head_dim 248 256"),
+    "too wide": ({"k": torch.randn(1, 2, 3, 256), "logits": "euclidean"}, ValueError, "k head_dim 248 256"),
     "too wide with biases": (
         {"k": torch.randn(1, 2, 3, 256), "key_bias": torch.rand(1, 2, 3)},
         ValueError,
-        "head_dim 248 256",
+        "k head_dim 248 256",
     ),
 }
 
