@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpecKind
 
 import megatron_sb as sb
 from megatron_sb.huggingface import attention
-from megatron_sb.options import DEFAULT_MASS_THRESHOLD, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
+from megatron_sb.options import DEFAULT_MASS_THRESHOLD, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, AttentionOptions
 
 
 def register() -> None:
@@ -203,6 +203,7 @@ class StickBreakingImpl(AttentionImpl[StickBreakingMetadata]):
             "attend_current": getattr(config, "attend_current", False),
             "mass_threshold": getattr(config, "mass_threshold", DEFAULT_MASS_THRESHOLD),
         }
+        AttentionOptions(**self.options)  # checks them now; otherwise the first request would end the engine
 
     def forward(
         self,

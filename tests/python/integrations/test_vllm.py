@@ -134,6 +134,16 @@ def test_options_of_the_model(plugin):
     assert impl.scale == 0.5 and impl.options == {"attend_current": True, "mass_threshold": 0.0}
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "error"), [("mass_threshold", 2, ValueError), ("attend_current", "yes", TypeError)]
+)
+def test_invalid_options_of_the_model_are_errors_when_it_is_loaded(plugin, name, value, error):
+    """vLLM measures memory without a call of the attention, so the first request would end the engine."""
+    setattr(plugin.get_current_vllm_config().model_config.hf_text_config, name, value)
+    with pytest.raises(error, match=f"{name} must be .* got"):
+        plugin.StickBreakingImpl(HEADS, DIM, 0.5, KV_HEADS)
+
+
 @pytest.mark.parametrize(("queries", "keys"), [([1, 1], [9, 20]), ([20], [20])], ids=["decodes", "prompt"])
 def test_a_scale_that_vllm_sets_later(plugin, queries, keys):
     """vLLM's function for transformers sets it in each forward, for example to Granite's attention_multiplier."""
