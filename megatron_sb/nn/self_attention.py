@@ -72,8 +72,8 @@ class StickBreakingSelfAttention(nn.Module):
         head_norm: whether to normalise each head's output after the remainder: group norm with one group for each
             head. The parameters norm_weight and norm_bias (h * d,) start at 1 and 0. Default: False.
         norm_eps: number that the norm adds to the variance, at least 1e-30. Default: 1e-5.
-        forget_gate: whether to multiply beta by f = sigmoid(gate_proj(x)), one for each key and KV head, computed in
-            fp32. The bias of gate_proj starts at OPEN_GATE (5). Default: False.
+        forget_gate: whether to multiply beta by f = sigmoid(gate_proj(x)), one for each key and KV head. The sigmoid is
+            computed in fp32. The bias of gate_proj starts at OPEN_GATE (5). Default: False.
         forget_gate_loss: coefficient of the auxiliary loss mean(-log f), which pushes gates towards open. Its gradient
             is added in the backward (`megatron_sb.nn.gates.keep_gates_open`), without a factor of the main loss, such
             as that of a GradScaler. After a forward, the attribute gate_loss is the mean over this rank's keys.
