@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import get_unwrapped, is_batchedtensor
 
 from megatron_sb.nn.gates import OPEN_GATE, GateProjection, forget_gate_loss, gates_of, keep_gates_open
 from megatron_sb.ops import head_output, stickbreaking_attention, stickbreaking_attention_varlen
@@ -44,13 +43,6 @@ def _with_python_numbers(options: LayerOptions) -> LayerOptions:
     numbers |= {} if options.scale is None else {"scale": options.scale}
     reach = None if options.reach is None else tuple(map(float, options.reach))
     return replace(options, reach=reach, **{name: float(value) for name, value in numbers.items()})
-
-
-def _over_calls(loss: Tensor) -> Tensor:
-    """Return the mean over the calls of torch.vmap, whose tensors cannot be read, copied or saved after it."""
-    while not torch.compiler.is_compiling() and is_batchedtensor(loss):
-        loss = get_unwrapped(loss).mean()
-    return loss
 
 
 class StickBreakingSelfAttention(nn.Module):
@@ -282,7 +274,7 @@ class StickBreakingSelfAttention(nn.Module):
         if self.gate_proj is None:
             return None
         f = gates_of(self.gate_proj(x))
-        self.gate_loss = _over_calls(forget_gate_loss(f.detach()))
+        self.gate_loss = forget_gate_loss(f.detach())
         # Ranks can have different numbers of keys. With these shares, the sum over the ranks is the mean over all keys.
         plan = shared_plan() if plan is None else plan
         share = 1 if plan is None else plan.local_len / plan.seq_len
