@@ -125,6 +125,7 @@ def load(
         source = runs.find_checkpoint(source)
         found = read_weights(source)
         files.check_no_weights(source, "Missing weights", {megatron.EMBEDDING} - found.keys())
+        files.check_shape(source, megatron.EMBEDDING, found[megatron.EMBEDDING], (None, None))
         model_config = _megatron_config(source, config, len(found[megatron.EMBEDDING]), swap_attention)
         weights = megatron.to_ours(found, model_config, source)
     else:

@@ -102,7 +102,8 @@ def load(folder: Path, kv_heads: str | None = None) -> tuple[StickBreakingConfig
     )
     modules = _modules(tensors, config)
     if patched:
-        tensors = {name: _as_halves(x) if name.endswith("c_fc.weight") else x for name, x in tensors.items()}
+        is_c_fc = {name: name.endswith("c_fc.weight") and x.dim() > 1 for name, x in tensors.items()}
+        tensors = {name: _as_halves(x) if is_c_fc[name] else x for name, x in tensors.items()}
     return config, _to_ours(config, files.Weights(folder, tensors), modules, layout)
 
 
@@ -256,21 +257,27 @@ def _to_ours(
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     order = tiled_head_order(heads, kv_heads) if kv_head_layout == "tiled" else torch.arange(heads)
     attn, mlp = modules
+    hidden, width, intermediate = config.hidden_size, heads * config.head_dim, config.intermediate_size
+    stack = (None,) if config.num_experts else ()
+    qkv_shapes = {"weight": (None, hidden), "bias": (None,)}
     converted = {ours: tensor for ours, theirs in OUTER.items() if (tensor := weights.pop_first(theirs)) is not None}
     for number in range(config.num_hidden_layers):
         theirs, ours = f"transformer.h.{number}", f"model.layers.{number}"
         converted[f"{ours}.input_layernorm.weight"] = weights.pop(f"{theirs}.ln_1.weight")
         converted[f"{ours}.post_attention_layernorm.weight"] = weights.pop(f"{theirs}.ln_2.weight")
         for part in parts_of_qkv(config):
-            q, k, v = split_qkv(weights.pop(f"{theirs}.{attn}.c_attn.{part}"), heads, kv_heads)
+            c_attn = f"{theirs}.{attn}.c_attn.{part}"
+            q, k, v = split_qkv(c_attn, weights.pop(c_attn, qkv_shapes[part]), heads, kv_heads)
             for name, tensor in (("q", reorder_heads(q, order)), ("k", k), ("v", v)):
                 converted[f"{ours}.self_attn.{name}_proj.{part}"] = tensor
-        o = weights.pop(f"{theirs}.{attn}.c_proj.weight")
+        o = weights.pop(f"{theirs}.{attn}.c_proj.weight", (hidden, width))
         converted[f"{ours}.self_attn.o_proj.weight"] = reorder_heads(o, order, 1)
         for name, vector in HEAD_VECTORS.items():
-            if (tensor := weights.pop_first(f"{theirs}.{attn}.{vector}")) is not None:
+            if f"{theirs}.{attn}.{vector}" in weights:
+                tensor = weights.pop(f"{theirs}.{attn}.{vector}", (width,), (heads, config.head_dim))
                 converted[f"{ours}.self_attn.{name}"] = reorder_heads(tensor.flatten(), order)
-        gate_up, down = (weights.pop(f"{theirs}.{mlp}.{name}.weight") for name in ("c_fc", "c_proj"))
+        gate_up = weights.pop(f"{theirs}.{mlp}.c_fc.weight", (*stack, 2 * intermediate, hidden))
+        down = weights.pop(f"{theirs}.{mlp}.c_proj.weight", (*stack, hidden, intermediate))
         if config.num_experts:
             converted[f"{ours}.mlp.router.weight"] = weights.pop(f"{theirs}.{mlp}.gate.weight")
             converted |= split_experts(f"{ours}.mlp", gate_up, down, HALVES)

@@ -49,13 +49,20 @@ class Weights:
     def __init__(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         self._folder, self._unused = folder, dict(tensors)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._unused
+
     def pop_first(self, *names: str) -> Tensor | None:
         """Remove and return the tensor with the first of these names that exists. Return None if none exists."""
         return next((self._unused.pop(name) for name in names if name in self._unused), None)
 
-    def pop(self, name: str) -> Tensor:
-        """Remove and return the tensor with this name. Raise ValueError if it is missing."""
+    def pop(self, name: str, *shapes: tuple[int | None, ...]) -> Tensor:
+        """Remove and return the tensor with this name. Raise ValueError if it is missing or has another shape.
+
+        shapes: accepted shapes, in which None stands for any size. Default: any shape.
+        """
         check_no_weights(self._folder, "Missing weights", {name} - self._unused.keys())
+        check_shape(self._folder, name, self._unused[name], *shapes)
         return self._unused.pop(name)
 
     def check_all_used(self) -> None:
@@ -69,6 +76,18 @@ def check_no_weights(folder: Path, problem: str, names: Collection[str]) -> None
     if first:
         more = f" and {num_more} more" if num_more > 0 else ""
         raise InputError(f"{problem} in the checkpoint {folder}: {', '.join(first)}{more}.")
+
+
+def check_shape(folder: Path, name: str, tensor: Tensor, *shapes: tuple[int | None, ...]) -> None:
+    """Raise ValueError if a tensor has none of these shapes. None stands for any size. Without shapes, all are right.
+
+    A conversion that splits or permutes a tensor needs this check: torch's error would not name the tensor.
+    """
+    found = tuple(tensor.shape)
+    fits = (len(s) == len(found) and all(n in (None, m) for n, m in zip(s, found, strict=True)) for s in shapes)
+    if shapes and not any(fits):
+        expected = " or ".join(str(shape).replace("None", "any") for shape in shapes)
+        check_no_weights(folder, "Weights of the wrong shape", [f"{name} (must be {expected}, got {found})"])
 
 
 def read_config(folder: Path) -> dict:

@@ -31,13 +31,13 @@ def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, num_kv_heads: int) -> Tensor:
     return torch.cat(parts, 1).flatten(0, 1)
 
 
-def split_qkv(fused: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Invert `fuse_qkv`. Raise ValueError if the rows do not divide into that many heads."""
+def split_qkv(name: str, fused: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Invert `fuse_qkv`. Raise ValueError with the name of `fused` if the rows do not divide into that many heads."""
     num_fused_heads = num_heads + 2 * num_kv_heads
     head_dim, remaining_rows = divmod(len(fused), num_fused_heads)
     if remaining_rows:
         raise InputError(
-            f"The rows of a fused QKV projection must be a multiple of num_heads + 2 * num_kv_heads = "
+            f"The rows of a fused QKV projection, {name}, must be a multiple of num_heads + 2 * num_kv_heads = "
             f"{num_fused_heads}, got {len(fused)}."
         )
     rows = [num_heads // num_kv_heads * head_dim, head_dim, head_dim]

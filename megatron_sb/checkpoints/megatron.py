@@ -125,7 +125,9 @@ def to_ours(found: dict[str, Tensor], config: StickBreakingConfig, folder: Path)
 
     Raise ValueError for missing weights, and for weights that the model lacks: other biases, more layers.
     """
-    weights = files.Weights(folder, dict(_unstacked(found)))
+    weights = files.Weights(folder, dict(_unstacked(found, folder)))
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    qkv_shapes = {"weight": (None, hidden), "bias": (None,)}
     converted = {ours: tensor for ours, theirs in OUTER.items() if (tensor := weights.pop_first(theirs)) is not None}
     for number in range(config.num_hidden_layers):
         theirs, prefix = f"{LAYERS}{number}.", f"model.layers.{number}"
@@ -133,14 +135,16 @@ def to_ours(found: dict[str, Tensor], config: StickBreakingConfig, folder: Path)
             if (tensor := weights.pop_first(*(theirs + name for name in names))) is not None:
                 converted[f"{prefix}.{ours}"] = tensor
         for part in parts_of_qkv(config):
-            fused = weights.pop(f"{theirs}{QKV}.{part}")
-            split = split_qkv(fused, config.num_attention_heads, config.num_key_value_heads)
+            name = f"{theirs}{QKV}.{part}"
+            fused = weights.pop(name, qkv_shapes[part])
+            split = split_qkv(name, fused, config.num_attention_heads, config.num_key_value_heads)
             converted |= {f"{prefix}.self_attn.{name}_proj.{part}": x for name, x in zip("qkv", split, strict=True)}
         if config.num_experts:
-            gate_up, down = (weights.pop(theirs + name) for name in (EXPERTS_GATE_UP, EXPERTS_DOWN))
+            gate_up = weights.pop(theirs + EXPERTS_GATE_UP, (None, 2 * intermediate, hidden))
+            down = weights.pop(theirs + EXPERTS_DOWN, (None, hidden, intermediate))
             converted |= split_experts(f"{prefix}.mlp", gate_up, down, HALVES)
         else:
-            converted |= split_glu(f"{prefix}.mlp", weights.pop(theirs + GATE_UP), HALVES)
+            converted |= split_glu(f"{prefix}.mlp", weights.pop(theirs + GATE_UP, (2 * intermediate, hidden)), HALVES)
     weights.check_all_used()
     return converted
 
@@ -163,12 +167,18 @@ def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) 
     (folder / TRACKER).write_text(RELEASE, encoding="utf-8")
 
 
-def _unstacked(found: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield one tensor per layer. Tensors are stacked over layers unless the layers differ from each other."""
+def _unstacked(found: dict[str, Tensor], folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield one tensor per layer. Tensors are stacked over layers unless the layers differ from each other.
+
+    Raise ValueError for a stacked tensor without dimensions.
+    """
     for name, tensor in found.items():
         of_layer = name.removeprefix(LAYERS)
         if of_layer == name or of_layer.split(".")[0].isdigit():
             yield name, tensor
+        elif tensor.dim() == 0:
+            problem = f"{name} (must have one row for each layer, got ())"
+            files.check_no_weights(folder, "Weights of the wrong shape", [problem])
         else:
             yield from ((f"{LAYERS}{number}.{of_layer}", layer_tensor) for number, layer_tensor in enumerate(tensor))
 

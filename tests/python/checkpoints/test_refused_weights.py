@@ -220,6 +220,49 @@ def test_wrong_shape(kind, tmp_path):
     folder.expect_error("Weights of the wrong shape", first)
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [(kind, fields) for kind in ("megatron", "dolomite") for fields in (HEAD_VECTORS, EXPERTS, BIASES)],
+)
+def test_wrong_shape_of_a_weight_that_is_split(kind, fields, tmp_path):
+    """The error names the weight and its shape, also where the conversion splits or reorders it."""
+    folder = Folder(tmp_path, kind, **fields)
+    every = {}
+    folder.change(every.update)
+    edits = (lambda x: x.new_ones(()), lambda x: x.flatten(), lambda x: x[None], lambda x: x[..., :-1].clone())
+    for name, x in every.items():
+        if ".1." in name:
+            continue
+        for edited in (edit(x) for edit in edits):
+            is_layout_of_vector = name.endswith("head_bias") and edited.shape == (32,)
+            if edited.shape == x.shape or is_layout_of_vector:
+                continue
+            folder.change(lambda weights, name=name, edited=edited: weights.update(every | {name: edited}))
+            with pytest.raises(
+                InputError, match=r"(wrong shape|(Missing|Unexpected) weights) in the checkpoint|rows of"
+            ):
+                folder.load()
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "message"),
+    [
+        ("attn.c_proj.weight", lambda x: x[:, :-1], r"must be \(32, 32\), got \(32, 31\)"),
+        ("attn.c_attn.weight", lambda x: x[0], r"must be \(any, 32\), got \(32,\)"),
+        ("mlp.c_fc.weight", lambda x: x[:1], r"must be \(48, 32\), got \(1, 32\)"),
+        ("attn.norm.weight", lambda x: x[:-1], r"must be \(32,\) or \(4, 8\), got \(31,\)"),
+        ("attn.head_bias", lambda x: x.T, r"must be \(32,\) or \(4, 8\), got \(8, 4\)"),
+    ],
+)
+def test_the_message_of_a_wrong_shape(name, edit, message, tmp_path):
+    folder, name = Folder(tmp_path, "dolomite", **HEAD_VECTORS), f"transformer.h.0.{name}"
+    folder.change(
+        lambda weights: weights.update({name: edit(weights[name]).clone(memory_format=torch.contiguous_format)})
+    )
+    with pytest.raises(InputError, match=rf"Weights of the wrong shape .*: {re.escape(name)} \({message}"):
+        folder.load()
+
+
 @pytest.mark.parametrize("kind", ["dolomite", "fla", "huggingface"])
 def test_a_weight_in_two_files(kind, tmp_path):
     """For example, an earlier model left one of the files."""
