@@ -1,0 +1,36 @@
+"""Arguments of `checkpoints.save`, and what it leaves after an error."""
+
+import pytest
+from support.decoders import TO_CONVERT, make_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatron_sb import checkpoints
+from megatron_sb.validation import InputError
+
+LLAMA = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize("to", checkpoints.FORMATS)
+@pytest.mark.parametrize("kind", ["base model", "Llama", "weights", "path"])
+def test_another_model(kind, to, tmp_path):
+    """A folder without an output layer, or of another architecture, could not be read again."""
+    model = make_model(**TO_CONVERT)
+    others = {
+        "base model": model.model,
+        "Llama": LlamaForCausalLM(LlamaConfig(**LLAMA)),
+        "weights": model.state_dict(),
+        "path": str(tmp_path),
+    }
+    other = others[kind]
+    with pytest.raises(TypeError, match=f"model must be a StickBreakingForCausalLM, got {type(other).__name__}"):
+        checkpoints.save(other, tmp_path / "out", to)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tokenizer_that_does_not_exist(tmp_path):
+    """A mistyped path would give a model without its tokenizer."""
+    (tmp_path / "file").touch()
+    for name in ("nowhere", "file"):
+        with pytest.raises(InputError, match=rf"tokenizer must be a folder, got '{tmp_path}/{name}'") as error:
+            checkpoints.save(make_model(**TO_CONVERT), tmp_path / "out", "fla", tokenizer=tmp_path / name)
+        assert isinstance(error.value, FileNotFoundError) and not (tmp_path / "out").exists()
