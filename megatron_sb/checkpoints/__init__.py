@@ -11,6 +11,7 @@ A "llama" without positions, whose attention is stick-breaking, is read as it is
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -163,11 +164,13 @@ def check_target(out: str | Path, to: str) -> None:
         raise InputError("out must be a new folder, got ''.")
     if os.path.lexists(out):  # also a link to a folder that does not exist: a folder cannot replace it
         raise InputError(f"out must be a new folder, got {str(out)!r}, which exists.")
+    if Path(out).name == "..":  # its folder does not exist yet, so this one is not found above
+        raise InputError(f"out must be a new folder, got {str(out)!r}.")
     check_output_folder("out", Path(out))
 
 
 def save(model: StickBreakingForCausalLM, out: str | Path, to: str, tokenizer: str | Path | None = None) -> None:
-    """Write a model to a new folder. If writing fails, the folder does not exist.
+    """Write a model to a new folder. If writing fails, neither the folder nor a parent made for it exists.
 
     Args:
         model: the model; its weights keep their dtype. "megatron" and "fla" have no fields for multipliers:
@@ -200,6 +203,7 @@ def save(model: StickBreakingForCausalLM, out: str | Path, to: str, tokenizer: s
         raise MissingFileError(f"tokenizer must be a folder, got {str(tokenizer)!r}.")
     out = Path(out)
     temporary = out.with_name(f".{out.name}.tmp")
+    new_parents = [parent for parent in out.absolute().parents if not parent.exists()]  # innermost first
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
@@ -212,6 +216,9 @@ def save(model: StickBreakingForCausalLM, out: str | Path, to: str, tokenizer: s
         raise CheckpointError(f"{out} could not be written: {cause_of(error)}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        for parent in new_parents:
+            with contextlib.suppress(OSError):  # it does not exist, or holds `out`
+                parent.rmdir()
 
 
 def _save(model: StickBreakingForCausalLM, folder: Path, to: str) -> None:

@@ -34,3 +34,24 @@ def test_a_tokenizer_that_does_not_exist(tmp_path):
         with pytest.raises(InputError, match=rf"tokenizer must be a folder, got '{tmp_path}/{name}'") as error:
             checkpoints.save(make_model(**TO_CONVERT), tmp_path / "out", "fla", tokenizer=tmp_path / name)
         assert isinstance(error.value, FileNotFoundError) and not (tmp_path / "out").exists()
+
+
+def test_new_parents_of_out(tmp_path):
+    """An error removes them, too. Parents that existed stay."""
+    (tmp_path / "old").mkdir()
+    model = make_model(**TO_CONVERT, remainder_bias=True)
+    with pytest.raises(InputError, match="remainder_bias must be False in the fla format"):
+        checkpoints.save(model, tmp_path / "old" / "new" / "newer" / "out", "fla")
+    assert (tmp_path / "old").exists() and not list((tmp_path / "old").iterdir())
+    checkpoints.save(model, tmp_path / "old" / "new" / "newer" / "out", "dolomite")
+    assert checkpoints.format_of(tmp_path / "old" / "new" / "newer" / "out") == "dolomite"
+
+
+@pytest.mark.parametrize("out", ["new/..", "..", ".", "/"])
+def test_a_parent_as_out(out, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=f"out must be a new folder, got '{out}'"):
+        checkpoints.check_target(out, "fla")
+    with pytest.raises(InputError, match=f"out must be a new folder, got '{out}'"):
+        checkpoints.save(make_model(**TO_CONVERT), out, "fla")
+    assert not list(tmp_path.iterdir())
