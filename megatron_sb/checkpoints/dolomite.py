@@ -81,7 +81,7 @@ def load(folder: Path, kv_heads: str | None = None) -> tuple[StickBreakingConfig
     layout = _kv_head_layout("grouped" if patched else found.get(KV_HEADS), kv_heads, fields)
     tensors = files.read_tensors(folder)
     for field, name in MULTIPLIERS.items():
-        fields[field] = found.get(name) or 1.0
+        fields[field] = 1.0 if (value := found.get(name)) is None else value  # 0 is a multiplier, too
     fields |= {name: found.get(name, default) for name, default in IDS.items()}
     vectors = {
         field: any(name.endswith(f".{vector}") for name in tensors)

@@ -88,6 +88,14 @@ def test_there_and_back(to, variant, dtype, tmp_path):
     assert torch.equal(back(ids).logits, model(ids).logits)
 
 
+@pytest.mark.parametrize("to", WITH_MULTIPLIERS)
+def test_multipliers_of_zero(to, tmp_path):
+    """They are kept. Only a missing one is 1."""
+    checkpoints.save(make_model(embedding_multiplier=0.0, residual_multiplier=0.0), tmp_path / "out", to)
+    config = checkpoints.load(tmp_path / "out").config
+    assert (config.embedding_multiplier, config.residual_multiplier, config.logits_scaling) == (0, 0, 1)
+
+
 @pytest.mark.parametrize("to", ["dolomite", "fla"])
 @pytest.mark.parametrize(
     ("fields", "message"),
