@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from megatron_sb.huggingface import StickBreakingConfig
 from megatron_sb.validation import InputError, MissingFileError, read_json_object
 
 NUM_NAMES_IN_MESSAGE = 3
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 WITHOUT_VARIANTS = {
     "logits": "dot",
     "reach": None,
@@ -125,11 +127,13 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
     Raises:
         FileNotFoundError: if the folder has no safetensors file.
-        ValueError: if a file cannot be read or is damaged, or two files hold a tensor with the same name.
+        ValueError: if a file cannot be read or is damaged, the folder lacks a file that its index names, or two files
+            hold a tensor with the same name.
     """
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise MissingFileError(f"{folder} has no *.safetensors file.")
+    _check_index(folder)
     tensors: dict[str, Tensor] = {}
     for path in paths:
         try:
@@ -143,11 +147,21 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def _check_index(folder: Path) -> None:
+    """Raise ValueError if the index names a file that is missing, as after a download that was interrupted."""
+    path = folder / INDEX
+    if not path.exists() or (folder / WEIGHTS).exists():  # transformers prefers the single file
+        return
+    places = read_json_object(path).get("weight_map")
+    if not isinstance(places, dict):
+        raise InputError(f"{path}: weight_map must be an object, got {places!r}.")
+    missing = {name for name in map(str, places.values()) if not os.path.lexists(folder / name)}
+    check_no_weights(folder, f"Missing files, which {INDEX} names,", missing)
+
+
 def write(folder: Path, config: dict, tensors: dict[str, Tensor]) -> None:
     """Write config.json and model.safetensors into an existing folder."""
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
-    )
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -272,6 +272,30 @@ def test_a_weight_in_two_files(kind, tmp_path):
     folder.expect_error("Weights that two files hold", "lm_head.weight")
 
 
+def test_a_missing_file_of_several(tmp_path):
+    """As after a download that was interrupted: the error names the files that the index names."""
+    path, model = tmp_path / "sharded", decoders.make_model(**TO_CONVERT)
+    model.save_pretrained(path, max_shard_size="20KB")
+    files, index = sorted(path.glob("*.safetensors")), path / "model.safetensors.index.json"
+    assert len(files) > 1 and torch.equal(checkpoints.load(path).lm_head.weight, model.lm_head.weight)
+    files[0].rename(tmp_path / "moved")
+    message = rf"Missing files, which {index.name} names, in the checkpoint {path}: {files[0].name}\."
+    with pytest.raises(InputError, match=message):
+        checkpoints.load(path)
+    (tmp_path / "moved").rename(files[0])
+    for text, message in (("{", "is damaged"), ("{}", "weight_map must be an object, got None")):
+        index.write_text(text)
+        with pytest.raises(InputError, match=rf"{index}:? {message}"):
+            checkpoints.load(path)
+
+
+def test_an_index_of_files_that_were_merged(tmp_path):
+    """transformers ignores an index next to a single file, too."""
+    folder = Folder(tmp_path, "huggingface")
+    (folder.path / "model.safetensors.index.json").write_text("{}")
+    assert torch.equal(folder.load().lm_head.weight, folder.model.lm_head.weight)
+
+
 @pytest.mark.parametrize("kind", ["dolomite", "fla", "huggingface"])
 def test_weights_of_several_dtypes(kind, tmp_path):
     """Each weight keeps its own dtype."""
