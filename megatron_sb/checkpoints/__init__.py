@@ -275,7 +275,11 @@ def _megatron_config(
             f"folder of a run, because there is no {path}."
         )
     if not path.exists():
-        raise MissingFileError(f"config must be a training configuration or a model, got {config}, which is missing.")
+        what = "has no config.json" if Path(config).is_dir() else "is missing"
+        raise MissingFileError(
+            "config must be a training configuration (YAML), or the folder or config.json of a Hugging Face model, got "
+            f"{config}, which {what}."
+        )
     if path.suffix == ".json":
         kind = attention_kind(source)
         if kind is not None:  # Megatron-LM's scripts record none

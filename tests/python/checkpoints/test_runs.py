@@ -135,6 +135,8 @@ def test_a_checkpoint_outside_of_its_run(tmp_path):
         checkpoints.load(elsewhere)
     with pytest.raises(FileNotFoundError, match=r"config must be .*, got nowhere\.yaml, which is missing"):
         checkpoints.load(elsewhere, "nowhere.yaml")
+    with pytest.raises(FileNotFoundError, match=r"config must be .*, got .*/run, which has no config\.json"):
+        checkpoints.load(elsewhere, tmp_path / "run")
     back = checkpoints.load(elsewhere, tmp_path / "run" / "config.yaml")
     assert torch.equal(back.lm_head.weight, weights["lm_head.weight"])
     with pytest.raises(ValueError, match=r"compare must have exactly one stick-breaking model, got 5 .*copied"):
