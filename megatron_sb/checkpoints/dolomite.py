@@ -83,18 +83,16 @@ def load(folder: Path, kv_heads: str | None = None) -> tuple[StickBreakingConfig
     for field, name in MULTIPLIERS.items():
         fields[field] = 1.0 if (value := found.get(name)) is None else value  # 0 is a multiplier, too
     fields |= {name: found.get(name, default) for name, default in IDS.items()}
-    vectors = {
-        field: any(name.endswith(f".{vector}") for name in tensors)
-        for field, vector in (("remainder_bias", "head_bias"), ("head_norm", "norm.weight"))
-    }
-    if flat and found.get("sb_remainder", True) and not vectors["remainder_bias"]:
+    if flat:  # config.json does not record these two
+        for field, vector in (("remainder_bias", "head_bias"), ("head_norm", "norm.weight")):
+            fields[field] = any(name.endswith(f".{vector}") for name in tensors)
+    if flat and found.get("sb_remainder", True) and not fields["remainder_bias"]:
         raise InputError(
             "config.json: sb_remainder must be False for weights without head_bias, got True. These models add the "
             "mass times the value at the query's own position, which cannot be converted."
         )
     config = StickBreakingConfig(
         **fields,
-        **vectors,
         vocab_size=found["vocab_size"],
         rms_norm_eps=found.get("layer_norm_epsilon", 1e-5),
         initializer_range=found.get("initializer_range", 0.02),
@@ -197,6 +195,8 @@ def _block_fields(found: dict) -> dict:
         "num_key_value_heads": mixer["num_key_value_heads"],
         "head_dim": head_dim,
         "reach": mixer.get("reach"),
+        "remainder_bias": mixer.get("remainder_bias", True),
+        "head_norm": mixer.get("head_norm", True),
         "intermediate_size": mlp["intermediate_size"],
         "attention_multiplier": 1 / head_dim if inverse else mixer.get("attention_multiplier"),
         "max_position_embeddings": found.get("max_position_embeddings", 1024),

@@ -120,6 +120,43 @@ def test_every_weight_is_required(kind, fields, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("fields", "kept", "problem"),
+    [
+        ({}, (), "Missing weights .*self_attn.norm_bias, .*self_attn.norm_weight, .*self_attn.remainder_bias"),
+        ({}, ("head_bias",), "Missing weights .*self_attn.norm_bias"),
+        ({}, ("head_bias", "norm"), None),
+        ({"reach": None, "remainder_bias": False}, ("head_bias", "norm"), "Unexpected weights .*self_attn.remainder_"),
+        ({"reach": None, "remainder_bias": False, "head_norm": True}, ("norm",), None),
+        ({"reach": None, "remainder_bias": False, "head_norm": False}, (), None),
+        ({"reach": None}, (), "Missing weights .*self_attn.norm_bias"),
+    ],
+)
+def test_head_vectors_of_dolomite_blocks(fields, kept, problem, tmp_path):
+    """Models of blocks always have both, and those of the patched lm-engine have what config.json says."""
+    mixer = {"sequence_mixer_type": "stickbreaking_attention", "num_attention_heads": 4, "num_key_value_heads": 4}
+    mlp = {"mlp_type": "MLP", "intermediate_size": 24, "activation_function": "swiglu", "add_bias": False}
+    config = {"model_type": "gpt_base", "vocab_size": 61, "hidden_size": 32, "num_layers": 1}
+    config |= {"normalization_function": "rmsnorm", "position_embedding_type": "nope", "mlp_blocks": [mlp]}
+    config["sequence_mixer_blocks"] = [mixer | {"add_bias": False} | fields]
+    shapes = {"ln_1.weight": (32,), "ln_2.weight": (32,), "mlp_block.c_fc.weight": (48, 32)}
+    shapes |= {"mlp_block.c_proj.weight": (32, 24), "sequence_mixer.c_attn.weight": (96, 32)}
+    shapes |= {"sequence_mixer.c_proj.weight": (32, 32), "sequence_mixer.head_bias": (4, 8)}
+    shapes |= {"sequence_mixer.norm.weight": (32,), "sequence_mixer.norm.bias": (32,)}
+    optional = {name for name in shapes if "head_bias" in name or "norm." in name}
+    names = {name for name in shapes if name not in optional or name.split(".")[1] in kept}
+    weights = {f"transformer.h.0.{name}": torch.randn(shapes[name]) for name in names}
+    weights |= {"transformer.wte.weight": torch.randn(61, 32), "transformer.ln_f.weight": torch.rand(32)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(weights, tmp_path / "model.safetensors")
+    if problem is None:
+        found = checkpoints.load(tmp_path).config
+        assert (found.remainder_bias, found.head_norm) == ("head_bias" in kept, "norm" in kept)
+    else:
+        with pytest.raises(InputError, match=problem):
+            checkpoints.load(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("kind", "second_layer"),
     [
         ("megatron", "decoder.layers.1."),
