@@ -43,7 +43,7 @@ from megatron_sb.checkpoints.layouts import (
     tiled_head_order,
 )
 from megatron_sb.huggingface import StickBreakingConfig
-from megatron_sb.validation import InputError
+from megatron_sb.validation import InputError, check_counts
 
 MODEL_TYPES = ("sb_dolomite", "stickbreaking", "moe_stickbreaking", "gpt_dolomite", "gpt_base")
 MULTIPLIERS = {"embedding_multiplier": "m_emb", "residual_multiplier": "m_residual", "logits_scaling": "m_width"}
@@ -185,9 +185,12 @@ def _block_fields(found: dict) -> dict:
         files.check_field(mlp, name, (None, False))
     files.check_field(mlp, "normalized_topk", (True,), True)
     has_experts = mlp.get("mlp_type") == "MoE"
+    # The layout "patched" has this field.
+    files.check_field(mixer, "attention_multiplier_method", (None, "1 / sqrt(head_dim)", "1 / head_dim"))
     heads = mixer.get("num_attention_heads") or found["num_attention_heads"]
+    check_counts({"hidden_size": found["hidden_size"], "num_attention_heads": heads})
     head_dim = mixer.get("head_dim") or found["hidden_size"] // heads
-    inverse = mixer.get("attention_multiplier_method") == "1 / head_dim"  # of the layout "patched"
+    inverse = mixer.get("attention_multiplier_method") == "1 / head_dim"
     return {
         "hidden_size": found["hidden_size"],
         "num_hidden_layers": found["num_layers"],
@@ -234,7 +237,10 @@ def _as_halves(rows: Tensor) -> Tensor:
 
 def _one_of(found: dict, name: str) -> dict:
     """Return the block that all layers share. Raise ValueError if layers differ."""
-    first, *others = found[name]
+    blocks = found[name]
+    if not (isinstance(blocks, list) and blocks and all(isinstance(block, dict) for block in blocks)):
+        raise InputError(f"config.json: {name} must be a list of objects, one for each layer, got {blocks!r}.")
+    first, *others = blocks
     for number, block in enumerate(others, 1):
         if block != first:
             raise InputError(

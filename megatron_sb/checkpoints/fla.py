@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_sb.checkpoints import files, multipliers
 from megatron_sb.huggingface import StickBreakingConfig
+from megatron_sb.validation import check_counts
 
 MODEL_TYPE = "stickbreaking_attn"
 SHARED_FIELDS = {
@@ -39,6 +40,7 @@ def load(folder: Path) -> tuple[StickBreakingConfig, dict[str, Tensor]]:
     files.check_field(fields, "qk_norm", (False,), False)
     files.check_field(fields, "hidden_act", ("swish", "silu"), "swish")
     hidden_size = fields.get("hidden_size", SHARED_FIELDS["hidden_size"])
+    check_counts({"hidden_size": hidden_size})
     multiple = INTERMEDIATE_SIZE_MULTIPLE
     default_size = -(-int(hidden_size * (fields.get("hidden_ratio") or 4) * 2 / 3) // multiple) * multiple
     config = StickBreakingConfig(
