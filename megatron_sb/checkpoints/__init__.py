@@ -263,7 +263,7 @@ def _megatron_config(
     source: Path, config: str | Path | None, vocab_size: int, swap_attention: bool
 ) -> StickBreakingConfig:
     from megatron_sb.checkpoints import megatron
-    from megatron_sb.megatron.weights import read_attention_kind
+    from megatron_sb.megatron.weights import check_scale_once, read_attention_kind
     from megatron_sb.training.initial_checkpoint import attention_kind
 
     path = source.resolve().parent.parent.parent / "config.yaml" if config is None else Path(config)
@@ -301,6 +301,8 @@ def _megatron_config(
             )
         attention = SoftmaxAttentionConfig()
     _check_swap(swap_attention, attention.kind == "softmax", source)
+    if attention.kind != "softmax":
+        check_scale_once(source, f"{path}: the scale of the model's attention", attention.scale)
     return megatron.config_of(training, attention, vocab_size)
 
 

@@ -155,6 +155,7 @@ def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) 
     The weights contain the multipliers. Raise ValueError for options that Megatron-Core's models lack.
     """
     check_one_epsilon(config)
+    folded_scale = multipliers.folded(config, "megatron").get("attention_multiplier")
     config, weights = multipliers.fold(config, weights, "megatron")
     layers = [_layer_to_theirs(config, weights, f"model.layers.{n}") for n in range(config.num_hidden_layers)]
     converted = {LAYERS + name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
@@ -162,7 +163,7 @@ def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) 
     converted |= {theirs: weights[ours] for ours, theirs in OUTER.items() if ours not in tied}
     (folder / RELEASE).mkdir()
     write_weights(folder / RELEASE, converted, config.num_hidden_layers, config.num_experts)
-    write_attention_kind(folder / RELEASE, "stick_breaking")
+    write_attention_kind(folder / RELEASE, "stick_breaking", folded_scale)
     write_checksums(folder / RELEASE)
     (folder / TRACKER).write_text(RELEASE, encoding="utf-8")
 

@@ -38,6 +38,7 @@ from megatron_sb.megatron.shards import PREFIXES, join_shards
 from megatron_sb.validation import InputError, read_json_object
 
 ATTENTION = "attention.json"  # the checkpoint's own name for its model's attention; Megatron-Core does not read it
+FOLDED_SCALE = "folded_scale"  # field of this file, in checkpoints that `checkpoints.save` wrote
 LAYERS, EXTRA_STATE = "decoder.layers.", "_extra_state"
 EMBEDDING, MOMENT = "embedding.word_embeddings.weight", "exp_avg"  # in names of optimizer state
 WITH_EXTRA_STATE = (
@@ -116,14 +117,33 @@ def has_optimizer_of_attention(folder: Path) -> bool:
     return bool(moments) and not any(EMBEDDING in name for name in moments)
 
 
-def write_attention_kind(folder: Path, kind: str) -> None:
+def write_attention_kind(folder: Path, kind: str, folded_scale: float | None = None) -> None:
     """Record the kind of attention of a checkpoint's model. The names of the weights do not tell it.
 
     Args:
         folder: folder of the checkpoint.
         kind: "stick_breaking", "softmax" or "mixed".
+        folded_scale: scale of the logits that was folded into the weights. Default None: none was.
     """
-    (folder / ATTENTION).write_text(json.dumps({"kind": kind}), encoding="utf-8")
+    record = {"kind": kind} if folded_scale is None else {"kind": kind, FOLDED_SCALE: folded_scale}
+    (folder / ATTENTION).write_text(json.dumps(record), encoding="utf-8")
+
+
+def check_scale_once(folder: Path, name: str, scale: float | None) -> None:
+    """Raise ValueError if a configuration sets a scale of the logits that a checkpoint's weights contain already.
+
+    Args:
+        folder: folder of the checkpoint.
+        name: name of the field in the configuration, for the message.
+        scale: value of the field. None stands for the default scale.
+    """
+    path = folder / ATTENTION
+    folded = read_json_object(path).get(FOLDED_SCALE) if scale is not None and path.exists() else None
+    if folded is not None:
+        raise InputError(
+            f"{name} must be null for {folder}, whose weights contain the scale {folded} since their conversion, got "
+            f"{scale}. Remove it from the configuration."
+        )
 
 
 def read_attention_kind(folder: Path) -> str | None:

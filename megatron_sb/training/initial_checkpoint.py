@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from megatron_sb.megatron.integrity import check_files
 from megatron_sb.megatron.metadata import read_metadata
 from megatron_sb.megatron.shards import SHARD
-from megatron_sb.megatron.weights import EXTRA_STATE, belongs_to_optimizer, read_attention_kind
+from megatron_sb.megatron.weights import EXTRA_STATE, belongs_to_optimizer, check_scale_once, read_attention_kind
 from megatron_sb.training.config import GatedDeltaNetConfig, SoftmaxAttentionConfig, TrainingConfig, count_parameters
 from megatron_sb.validation import InputError
 
@@ -76,6 +76,8 @@ def _check_attention(config: TrainingConfig, folder: Path) -> None:
             f"initial_checkpoint must hold a model with {source} = {wanted!r}, got {folder}, where it is {found!r}. "
             f"Set initial_attention={found} to train its weights with {own!r} attention."
         )
+    if config.initial_attention is None:
+        check_scale_once(folder, f"attention.{model}.scale", getattr(config.attention[model], "scale", None))
 
 
 def without(value: bool | str) -> str:

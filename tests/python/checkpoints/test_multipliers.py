@@ -1,5 +1,7 @@
 """Formats without fields for multipliers get weights that contain them, and compute the same logits."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from support import decoders
@@ -8,6 +10,9 @@ from support.decoders import BIASES, EUCLIDEAN, EXPERTS, GATES, HEAD_VECTORS, TO
 from megatron_sb import checkpoints, cli
 from megatron_sb.checkpoints import multipliers
 from megatron_sb.checkpoints.multipliers import FORMATS_WITHOUT_FIELDS, NO_MULTIPLIERS
+from megatron_sb.megatron.weights import check_scale_once
+from megatron_sb.training.config import load_config, to_yaml
+from megatron_sb.training.initial_checkpoint import check_initial_checkpoint
 
 PUBLISHED = {  # of shawntan/stickbreaking-3b
     "embedding_multiplier": 12.0,
@@ -174,3 +179,21 @@ def test_multipliers_are_not_applied_twice(tmp_path):
     message = r"embedding_multiplier must be 1.0 in the configuration of a megatron checkpoint, got 12.0: .* Remove"
     with pytest.raises(ValueError, match=message):
         checkpoints.load(tmp_path / "out", tmp_path / "config")
+
+
+def test_the_scale_of_a_run_is_not_applied_twice(tmp_path):
+    """A conversion folds it. The configuration of the run, which sets it, does not fit the result."""
+    configs = Path(__file__).parents[3] / "configs"
+    name, scale = "attention.stick_breaking.scale", ["attention.stick_breaking.scale=0.5"]
+    config = load_config(configs / "tiny_context_extension.yaml", scale)
+    checkpoints.save(make_model(**NO_MULTIPLIERS | {"attention_multiplier": 0.5}), tmp_path / "out", "megatron")
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    message = r"must be null for .*out/release, whose weights contain the scale 0\.5 since their conversion, got 0\.5"
+    with pytest.raises(ValueError, match=rf"config\.yaml: the scale of the model's attention {message}"):
+        checkpoints.load(tmp_path / "out", tmp_path / "config.yaml")
+    start = ["compare=[stick_breaking]", f"initial_checkpoint={tmp_path / 'out' / 'release'}"]
+    with pytest.raises(ValueError, match=rf"{name} {message}"):
+        check_initial_checkpoint(load_config(configs / "tiny_context_extension.yaml", scale + start))
+    checkpoints.save(make_model(**NO_MULTIPLIERS), tmp_path / "default", "megatron")
+    check_scale_once(tmp_path / "default" / "release", name, 0.5)  # nothing was folded
+    check_scale_once(tmp_path / "out" / "release", name, None)
