@@ -115,9 +115,11 @@ def check_none(config: StickBreakingConfig, to: str) -> None:
     They may be folded into its weights already, and must not be applied twice.
     """
     for name, value in folded(config, to).items():
+        of_run = " If the model was trained with it, give its training configuration (YAML) instead."
         raise InputError(
             f"{name} must be {NO_MULTIPLIERS[name]!r} in the configuration of a {to} checkpoint, got {value!r}: "
-            f"conversions to {to} fold it into the weights. Remove it from config.json."
+            f"conversions to {to} fold it into the weights. Remove it from config.json if the checkpoint was "
+            f"converted.{of_run if name == 'attention_multiplier' else ''}"
         )
 
 

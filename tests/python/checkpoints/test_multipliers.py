@@ -1,5 +1,6 @@
 """Formats without fields for multipliers get weights that contain them, and compute the same logits."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -197,3 +198,16 @@ def test_the_scale_of_a_run_is_not_applied_twice(tmp_path):
     checkpoints.save(make_model(**NO_MULTIPLIERS), tmp_path / "default", "megatron")
     check_scale_once(tmp_path / "default" / "release", name, 0.5)  # nothing was folded
     check_scale_once(tmp_path / "out" / "release", name, None)
+
+
+def test_the_configuration_of_a_converted_run_with_a_scale(tmp_path):
+    """Its weights do not contain the scale, so the error names the configuration that keeps it."""
+    make_model(**NO_MULTIPLIERS).config.save_pretrained(tmp_path / "config")
+    checkpoints.save(make_model(**NO_MULTIPLIERS), tmp_path / "out", "megatron")
+    file = tmp_path / "config" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_multiplier": 0.5}))
+    message = (
+        r"attention_multiplier must be None .* got 0\.5.* trained with it, give its training configuration \(YAML\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        checkpoints.load(tmp_path / "out", tmp_path / "config")
