@@ -12,6 +12,7 @@ A "llama" without positions, whose attention is stick-breaking, is read as it is
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import shutil
 from pathlib import Path
@@ -183,7 +184,8 @@ def save(model: StickBreakingForCausalLM, out: str | Path, to: str, tokenizer: s
         TypeError: if `model` is not a `StickBreakingForCausalLM`.
         FileNotFoundError: if `tokenizer` is not a folder.
         ValueError: if `to` is not one of `FORMATS`, `out` exists, or the model has an option that the format lacks. Or
-            if a multiplier cannot be folded: it is 0 or not finite, or a weight overflows its dtype.
+            if the weights are not those that the model's configuration describes, as with adapters. Or if a multiplier
+            cannot be folded: it is 0 or not finite, or a weight overflows its dtype.
         CheckpointError: if the folder cannot be written, for example because the disk is full.
 
     Example:
@@ -199,6 +201,7 @@ def save(model: StickBreakingForCausalLM, out: str | Path, to: str, tokenizer: s
     check_target(out, to)
     if not isinstance(model, StickBreakingForCausalLM):
         raise TypeError(f"model must be a StickBreakingForCausalLM, got {type(model).__name__}.")
+    _check_model(model)
     if tokenizer is not None and not Path(tokenizer).is_dir():
         raise MissingFileError(f"tokenizer must be a folder, got {str(tokenizer)!r}.")
     out = Path(out)
@@ -234,6 +237,33 @@ def _save(model: StickBreakingForCausalLM, folder: Path, to: str) -> None:
         megatron.save(model.config, weights, folder)
     else:
         (fla if to == "fla" else dolomite).save(model.config, weights, folder)
+
+
+def _check_model(model: StickBreakingForCausalLM) -> None:
+    """Raise ValueError unless a model has the weights that its configuration describes.
+
+    A folder with other weights, such as those of adapters, could not be read. A second output layer would be lost.
+    """
+    with torch.device("meta"):
+        described = StickBreakingForCausalLM(copy.deepcopy(model.config)).state_dict()
+    expected, found = ({name: tuple(x.shape) for name, x in y.items()} for y in (described, model.state_dict()))
+    for name in sorted(expected.keys() | found.keys()):
+        wanted, got = (shapes.get(name, "no such weight") for shapes in (expected, found))
+        if wanted != got:
+            advice = "" if name in expected else " Merge adapters into the weights first."
+            raise InputError(
+                f"model must have the weights that its configuration describes, for {name} {wanted}, got {got}.{advice}"
+            )
+    head, embedding = model.lm_head.weight, model.model.embed_tokens.weight
+    is_tied = model.config.tie_word_embeddings
+    if is_tied and not (head is embedding or torch.equal(head, embedding)):
+        raise InputError(
+            "model.config.tie_word_embeddings must be False if the output layer differs from the embedding."
+        )
+    if not is_tied and head is embedding:
+        raise InputError(
+            "model.config.tie_word_embeddings must be True if the output layer is the embedding, got False."
+        )
 
 
 def _existing_folder(source: str | Path) -> Path:

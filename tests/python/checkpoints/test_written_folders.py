@@ -1,6 +1,7 @@
 """Arguments of `checkpoints.save`, and what it leaves after an error."""
 
 import pytest
+import torch
 from support.decoders import TO_CONVERT, make_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -54,4 +55,48 @@ def test_a_parent_as_out(out, tmp_path, monkeypatch):
         checkpoints.check_target(out, "fla")
     with pytest.raises(InputError, match=f"out must be a new folder, got '{out}'"):
         checkpoints.save(make_model(**TO_CONVERT), out, "fla")
+    assert not list(tmp_path.iterdir())
+
+
+def with_adapter(model):
+    projection = model.model.layers[0].self_attn.q_proj
+    projection.lora = torch.nn.Linear(32, 2)
+
+
+def without_a_layer(model):
+    del model.model.layers[1]
+
+
+def of_another_vocabulary(model):
+    model.config.vocab_size = 60
+
+
+def with_an_output_layer(model):
+    model.config.tie_word_embeddings = True
+
+
+def with_a_shared_output_layer(model):
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("to", checkpoints.FORMATS)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (with_adapter, r"for .*q_proj\.lora\.bias no such weight, got \(2,\)\. Merge adapters"),
+        (without_a_layer, r"for model\.layers\.1\.[^ ]* \(32,\), got no such weight"),
+        (of_another_vocabulary, r"for lm_head\.weight \(60, 32\), got \(61, 32\)"),
+        (with_an_output_layer, "tie_word_embeddings must be False if the output layer differs"),
+        (
+            with_a_shared_output_layer,
+            "tie_word_embeddings must be True if the output layer is the embedding, got False",
+        ),
+    ],
+)
+def test_weights_that_the_configuration_does_not_describe(change, message, to, tmp_path):
+    """They could not be read again, or the output layer would be lost."""
+    model = make_model(**TO_CONVERT)
+    change(model)
+    with pytest.raises(InputError, match=message):
+        checkpoints.save(model, tmp_path / "out", to)
     assert not list(tmp_path.iterdir())
