@@ -123,6 +123,7 @@ class _DataSet:
         self._num_documents = len(mapped.document_indices) - 1
         needed = int(mapped.sequence_lengths[-1:].sum()) * self._dtype.itemsize
         needed += int(mapped.index.sequence_pointers[-1:].sum())
+        self._end = os.path.getsize(prefix + ".bin") // self._dtype.itemsize  # tokens that the .bin file can hold
         self._idx, self._bin = (open(prefix + suffix, "rb") for suffix in (".idx", ".bin"))  # noqa: SIM115
         present = os.fstat(self._bin.fileno()).st_size
         if present < needed:
@@ -132,13 +133,24 @@ class _DataSet:
         return self._num_documents
 
     def measure(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of tokens and the last token of `count` documents; -1 for a document without tokens."""
+        """Return the number of tokens and the last token of `count` documents; -1 for a document without tokens.
+
+        Raises:
+            ValueError: A document or a sequence is outside of the files.
+        """
         bounds, lengths, places = self._sequences(first, count)
+        outside = np.flatnonzero((lengths < 0) | (places < 0) | (places > self._end - lengths))
+        if len(outside):
+            at = int(outside[0])
+            raise InputError(
+                f"{self.prefix}.idx is damaged: every sequence must be within the {self._end} tokens of "
+                f"{self.prefix}.bin, got one of {lengths[at]} tokens from token {places[at]} on."
+            )
         tokens = np.diff(np.concatenate([[0], np.cumsum(lengths)])[bounds])
         sequences = bounds[1:][tokens > 0] - 1  # the last one of each document
         last = np.full(count, -1, dtype=np.int64)
         if len(sequences):
-            mapped = np.memmap(self._bin, self._dtype, "r")
+            mapped = np.memmap(self._bin, self._dtype, "r", shape=self._end)  # not the bytes of a token that is cut off
             last[tokens > 0] = mapped[places[sequences] + lengths[sequences] - 1]
         return tokens, last
 
@@ -161,6 +173,11 @@ class _DataSet:
         """
         arrays = IDX_HEADER_BYTES, IDX_HEADER_BYTES + 4 * self._num_sequences
         bounds = self._read(self._idx, np.int64, arrays[1] + 8 * (self._num_sequences + first), count + 1)
+        if bounds[0] < 0 or bounds[-1] > self._num_sequences or (np.diff(bounds) < 0).any():
+            raise InputError(
+                f"{self.prefix}.idx is damaged: every document must begin where the document before it ends, within "
+                f"{self._num_sequences} sequences. Documents {first} to {first + count - 1} do not."
+            )
         begin, sequences = int(bounds[0]), int(bounds[-1] - bounds[0])
         lengths = self._read(self._idx, np.int32, arrays[0] + 4 * begin, sequences).astype(np.int64)
         places = self._read(self._idx, np.int64, arrays[1] + 8 * begin, sequences) // self._dtype.itemsize

@@ -15,13 +15,14 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron_sb.megatron.indexed_documents import IndexedDocuments
+from megatron_sb.megatron.indexed_documents import IDX_HEADER_BYTES, IndexedDocuments
 from megatron_sb.training import documents
 from megatron_sb.training.config import IndexedDataConfig, TextDataConfig, load_config
 from megatron_sb.training.data import RowSampler
 from megatron_sb.training.documents import load_corpus
 from megatron_sb.training.index import FileIndex, MemoryIndex
 from megatron_sb.training.task import load_task
+from megatron_sb.validation import InputError
 
 TINY = Path(__file__).parents[3] / "configs" / "tiny_context_extension.yaml"
 END_OF_DOCUMENT = 7
@@ -239,6 +240,42 @@ def test_an_idx_file_that_is_cut_off_anywhere_is_refused(size, tmp_path, config)
     os.truncate(tmp_path / "second.idx", size)
     with pytest.raises(ValueError, match=r"second\.idx .* damaged"):
         load_corpus(config)
+
+
+@pytest.mark.parametrize(
+    "array, value, message",
+    [
+        ("lengths", -5, r"every sequence must be within the \d+ tokens of .*second\.bin, got one of -5 tokens from"),
+        ("lengths", 2**30, r"every sequence must be within .* got one of 1073741824 tokens from token \d+ on"),
+        ("places", 2**40, r"every sequence must be within .* from token 549755813888 on"),
+        ("places", -16, r"every sequence must be within .* from token -8 on"),
+        ("documents", 100, r"every document must begin where .* within 2000 sequences\. Documents 0 to 1999 do not"),
+        ("documents", 5000, "every document must begin where the document before it ends"),
+        ("documents", -3, "every document must begin where the document before it ends"),
+    ],
+)
+def test_an_idx_file_with_wrong_numbers_is_refused(array, value, message, tmp_path, config):
+    """A number in the middle, which the size of the files does not show. Tokens would be lost or read twice."""
+    places = IDX_HEADER_BYTES + 4 * 2000
+    offset, dtype = {
+        "lengths": (IDX_HEADER_BYTES + 4 * 5, np.int32),
+        "places": (places + 8 * 5, np.int64),
+        "documents": (places + 8 * (2000 + 5), np.int64),
+    }[array]
+    with (tmp_path / "second.idx").open("r+b") as file:
+        file.seek(offset)
+        file.write(dtype(value).tobytes())
+    with pytest.raises(InputError, match=rf"second\.idx is damaged: {message}"):
+        load_corpus(config)
+
+
+def test_bytes_after_the_last_sequence_are_ignored(tmp_path, config):
+    """Also half a token, with which NumPy does not map a file."""
+    before = start(config)
+    with (tmp_path / "second.bin").open("ab") as file:
+        file.write(b"x")
+    after = start(config)
+    assert after[1:] == before[1:] and after[0] == before[0] | {"checksum": after[0]["checksum"]}
 
 
 def test_text_has_an_index_if_a_folder_is_named(tmp_path, capsys):
