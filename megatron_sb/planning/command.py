@@ -21,7 +21,7 @@ from megatron_sb.planning.layouts import (
 from megatron_sb.planning.memory import Memory, predict_memory
 from megatron_sb.planning.throughput import ALIGNMENT, StepTime, can_predict, predict_step
 from megatron_sb.training.config import StageConfig, TrainingConfig, load_config
-from megatron_sb.validation import InputError
+from megatron_sb.validation import InputError, check_integer, check_number
 
 GIB = 2**30
 MARGIN = 0.9  # share of a GPU's memory that a prediction may fill: the allocator, CUDA and NCCL need the rest
@@ -86,7 +86,9 @@ def make_plans(
         skipped: share of the attention's work that is saved, from 0 to less than 1.
 
     Raises:
-        ValueError: The precision is not "bf16", the stage needs a teacher, or no layout of so many GPUs is valid.
+        TypeError: A number is of another type.
+        ValueError: A number is out of range, the model breaks no sticks, the stage is not one of the configuration, the
+            precision is not "bf16", the stage needs a teacher, or no layout of so many GPUs is valid.
 
     Example:
         >>> from megatron_sb.planning.command import make_plans
@@ -96,6 +98,13 @@ def make_plans(
         >>> best.fits, best.layout.recompute
         (True, 'none')
     """
+    check_numbers(gpus, memory_gib, skipped)
+    models = [name for name in config.attention if config.breaks_sticks(name)]
+    if model not in models:
+        raise InputError(f"model must be a stick-breaking model of config.attention, one of {models}, got {model!r}.")
+    if stage not in config.stages:
+        names = [each.name for each in config.stages]
+        raise InputError(f"stage must be one of config.stages, with the names {names}, got {stage!r}.")
     if config.model.precision != "bf16":
         device = " --set parallel.device=cuda" if config.parallel.device == "cpu" else ""  # which bf16 contradicts
         raise InputError(
@@ -191,19 +200,24 @@ def as_json(plans: list[Plan]) -> list[dict[str, Any]]:
     ]
 
 
-def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for a value that cannot be used."""
-    if not 1 <= arguments.gpus <= MOST_GPUS:
-        raise InputError(f"--gpus must be from 1 to {MOST_GPUS}, got {arguments.gpus}.")
-    if not (math.isfinite(arguments.memory) and arguments.memory > 0):
-        raise InputError(f"--memory must be a number of GiB above 0, got {arguments.memory}.")
-    if not 0 <= arguments.skipped <= MOST_SKIPPED:
-        raise InputError(f"--skipped must be from 0 to {MOST_SKIPPED}, got {arguments.skipped}.")
+def check_numbers(
+    gpus: int, memory: float, skipped: float, names: tuple[str, str, str] = ("gpus", "memory_gib", "skipped")
+) -> None:
+    """Raise TypeError or ValueError for a number that cannot be used. names: those of the three arguments."""
+    check_integer(names[0], gpus)
+    if not 1 <= gpus <= MOST_GPUS:
+        raise InputError(f"{names[0]} must be from 1 to {MOST_GPUS}, got {gpus}.")
+    check_number(names[1], memory, "a number of GiB above 0")
+    if not 0 < memory < math.inf:
+        raise InputError(f"{names[1]} must be a number of GiB above 0, got {memory}.")
+    check_number(names[2], skipped)
+    if not 0 <= skipped <= MOST_SKIPPED:
+        raise InputError(f"{names[2]} must be from 0 to {MOST_SKIPPED}, got {skipped}.")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the plans and the command that starts the first one. Return the exit status: 1 if no layout fits."""
-    check_arguments(arguments)
+    check_numbers(arguments.gpus, arguments.memory, arguments.skipped, ("--gpus", "--memory", "--skipped"))
     config = load_config(arguments.config, arguments.set, any_layout=True)
     index, model = choose_stage(config, arguments.stage), choose_model(config, arguments.model)
     stage = config.stages[index]

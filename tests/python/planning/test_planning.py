@@ -396,6 +396,37 @@ def test_bad_arguments_are_one_sentence(options, words, capsys):
     assert re.search(mentions(words), printed.err), printed.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"gpus": 0}, ValueError, "gpus must be from 1 to 1048576, got 0"),
+        ({"gpus": -1}, ValueError, "gpus must be from 1 to 1048576, got -1"),
+        ({"gpus": 2.0}, TypeError, r"gpus must be an int, got 2\.0"),
+        ({"memory_gib": math.nan}, ValueError, "memory_gib must be a number of GiB above 0, got nan"),
+        ({"memory_gib": "80"}, TypeError, "memory_gib must be a number of GiB above 0, got str"),
+        ({"skipped": 2}, ValueError, r"skipped must be from 0 to 0\.999, got 2"),
+        ({"skipped": math.nan}, ValueError, r"skipped must be from 0 to 0\.999, got nan"),
+        ({"model": "softmax_rope"}, ValueError, r"model must be .* one of \['stick_breaking'\], got 'softmax_rope'"),
+        ({"model": "other"}, ValueError, r"model must be .* one of \['stick_breaking'\], got 'other'"),
+        ({"stage": "pretrain"}, ValueError, r"stage must be one of config\.stages, with the names .*, got 'pretrain'"),
+    ],
+)
+def test_bad_arguments_in_python_are_named(arguments, error, message):
+    """Some were a traceback from within, others a wrong prediction."""
+    config = load_config(DENSE)
+    given = {"model": "stick_breaking", "stage": config.stages[0], "gpus": 1} | arguments
+    with pytest.raises(error, match=message):
+        command.make_plans(config, **given)
+
+
+def test_a_stage_of_another_configuration_is_an_error():
+    """Its layout would be given to no stage."""
+    config = load_config(DENSE)
+    stage = replace(config.stages[0], context_length=2 * config.stages[0].context_length)
+    with pytest.raises(ValueError, match=r"stage must be one of config\.stages, .* context_length=8192"):
+        command.make_plans(config, "stick_breaking", stage, 1)
+
+
 def test_a_stage_with_a_teacher_is_not_predicted(capsys):
     """Its weights would need memory, and its forward time."""
     teacher = ["teacher=softmax_rope", "initial_checkpoint=x", "initial_attention=softmax", "parallel.ranks=1"]
