@@ -110,8 +110,7 @@ def _files_of(entry: str, data: TextDataConfig, left_out: Counter[str]) -> Itera
     elif os.path.isdir(entry):
         yield from _Kinds(data).below(str(Path(entry)), left_out)
     else:
-        names = [entry] if os.path.isfile(entry) else sorted(glob.glob(entry, recursive=True))
-        yield from ((str(Path(name)), os.stat(name)) for name in names if os.path.isfile(name))
+        yield from _Kinds(data).matching(entry, left_out)
 
 
 class _Kinds:
@@ -126,6 +125,22 @@ class _Kinds:
     def __init__(self, data: TextDataConfig, only: str = "*", never: Sequence[str] = ()) -> None:
         patterns = (data.include, data.exclude, [only], never)
         self._included, self._excluded, self._only, self._never = map(matcher, patterns)
+
+    def matching(self, entry: str, left_out: Counter[str]) -> Iterator[tuple[str, os.stat_result]]:
+        """Yield the file with this name, or the files that match a glob pattern, sorted.
+
+        data.exclude applies to the names that the pattern's wildcards match, and to that of the file.
+        """
+        if os.path.isfile(entry):
+            names, fixed = [entry], len(Path(entry).parts) - 1
+        else:
+            names = [name for name in sorted(glob.glob(entry, recursive=True)) if os.path.isfile(name)]
+            fixed = list(map(glob.has_magic, Path(entry).parts)).index(True) if names else 0
+        for name in map(Path, names):
+            if any(map(self._excluded, name.parts[fixed:])):
+                left_out[BY_EXCLUDE] += 1
+            else:
+                yield str(name), os.stat(name)
 
     def below(self, folder: str, left_out: Counter[str]) -> Iterator[tuple[str, os.stat_result]]:
         """Yield the files below a folder, sorted by relative path. Symbolic links to directories are not followed."""

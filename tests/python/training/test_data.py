@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -177,6 +178,23 @@ def test_patterns_that_leave_no_file_or_match_no_name_are_named(fields, message,
     """The folder is not empty, and the message does not say so."""
     with pytest.raises(ValueError, match=message):
         load_corpus(with_data(paths=(str(text_folder),), **fields))
+
+
+def test_exclude_applies_to_files_and_glob_patterns(text_folder, monkeypatch):
+    """They silently read what it names. The folders that a pattern names are not compared with it."""
+    monkeypatch.chdir(text_folder)
+
+    def read(*paths, exclude):
+        return list_files(TextDataConfig(paths=paths, exclude=exclude))
+
+    assert len(read("part1/*.txt", exclude=()).names) == 13
+    assert len(read("./part1/*.txt", str(text_folder / "part1" / "*.txt"), exclude=("part1", "0?.txt")).names) == 10
+    some = read("**/*.txt", "part1/01.txt", exclude=("part?",))
+    assert some.names == ["part1/01.txt"] and some.left_out == {"empty": 1, "by data.exclude": 40}
+    assert read("part0/*.png", "part1/01.txt", exclude=("part1",)).names == ["part0/image.png", "part1/01.txt"]
+    for entry in ("part1/*.txt", "part1/01.txt"):
+        with pytest.raises(ValueError, match=rf"data\.exclude must leave files in .*{re.escape(entry)}"):
+            read(entry, exclude=("*.txt",))
 
 
 def test_links_and_folders_that_cannot_be_read(text_folder, monkeypatch):
