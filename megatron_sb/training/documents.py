@@ -251,12 +251,22 @@ def load_corpus(config: TrainingConfig) -> Corpus:
     left_out["empty"] += split.facts["empty"]
     sides = [Subset(documents, split, side, vocab_size, index) for side in ("train", "validation")]
     if not all(map(len, sides)):
-        raise InputError(
-            f"data.paths must hold at least one document for training and one for validation, got {len(sides[0])} and "
-            f"{len(sides[1])} of {len(documents)} documents in {list(data.paths)}, with "
-            f"data.validation_fraction = {data.validation_fraction}"
-        )
+        raise InputError(_why_a_side_is_missing(*map(len, sides), len(documents), data, left_out["empty"]))
     return Corpus(*sides, vocab_size, end_of_document, measured.facts["checksum"], dict(sorted((+left_out).items())))
+
+
+def _why_a_side_is_missing(train: int, validation: int, total: int, data: Any, empty: int) -> str:
+    if held_out := getattr(data, "validation_paths", ()):
+        fields, places = "data.paths and data.validation_paths", f"{list(data.paths)} and {list(held_out)}"
+        fraction = ""
+    else:
+        fields, places = "data.paths", f"{list(data.paths)}"
+        fraction = f", with data.validation_fraction = {data.validation_fraction}"
+    left_out = f"; left out: {empty} empty" if empty else ""
+    return (
+        f"{fields} must hold at least one document for training and one for validation, got {train} and {validation} "
+        f"of {total} documents in {places}{fraction}{left_out}"
+    )
 
 
 def _measure(documents: Documents, new: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import dataclasses
 import fcntl
 import itertools
 import os
+import re
 import shutil
 import time
 import tracemalloc
@@ -124,6 +125,17 @@ def test_documents_of_validation_paths_are_for_validation(config):
         assert side.lengths.tolist() == [lengths[index] for index in kept] and len(kept) > 1000
         for index in (0, len(kept) - 1):
             assert side.read(index, 0, 2).tolist() == alone.read(kept[index], 0, 2).tolist()
+
+
+def test_validation_paths_without_documents_are_named(config, tmp_path):
+    """validation_fraction has no effect then, so it is not named."""
+    write_set(tmp_path / "empty", 3, lambda index: np.array([END_OF_DOCUMENT]))
+    data = dataclasses.replace(config.data, paths=config.data.paths[:1], validation_paths=(str(tmp_path / "empty"),))
+    with pytest.raises(InputError) as error:
+        load_corpus(dataclasses.replace(config, data=data))
+    message = str(error.value)
+    assert re.match(r"data\.paths and data\.validation_paths must hold at least one .* and 0 of 2003 .*empty'", message)
+    assert re.search(r"; left out: \d+ empty$", message) and "fraction" not in message
 
 
 def test_changed_data_have_another_index(config, tmp_path):
