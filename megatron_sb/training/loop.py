@@ -26,7 +26,7 @@ from megatron_sb.training.schedule import learning_rate
 from megatron_sb.training.supervisor import STOP_SIGNALS, note_checkpoint, signals_to_note
 from megatron_sb.training.task import Sampler, Task, load_task
 from megatron_sb.training.throughput import model_flops
-from megatron_sb.validation import InputError
+from megatron_sb.validation import InputError, read_json_object
 
 
 def import_engine() -> Any:
@@ -110,14 +110,7 @@ class Job:
         self._engine: Any = None  # of the model and the stage that are trained now
         self._task: Task = load_task(config)
         for model in config.compare:
-            directory = self._checkpoints(model)
-            progress, now = directory.latest(), self._task.fingerprint()
-            # An older run's fingerprint may lack names.
-            if progress and any(now.get(name) != value for name, value in progress.corpus.items()):
-                raise InputError(
-                    f"the data changed after {directory.path(progress)} was saved: the fingerprint must be "
-                    f"{progress.corpus}, got {now}. Restore the data, or start a new run."
-                )
+            self._refuse_other_data(model)
 
     def describe(self) -> str:
         """Describe the data in one sentence."""
@@ -126,6 +119,21 @@ class Job:
     def fingerprint(self) -> dict[str, int]:
         """See `task.Task.fingerprint`."""
         return self._task.fingerprint()
+
+    def _refuse_other_data(self, model: str) -> None:
+        """Raise ValueError if a model has been trained on other data, also if it left results and no checkpoint."""
+        directory, now = self._checkpoints(model), self._task.fingerprint()
+        if progress := directory.latest():
+            before, changed = progress.corpus, f"the data changed after {directory.path(progress)} was saved"
+        elif self._is_finished(model) and (record := self._out / "data.json").exists():
+            before = read_json_object(record).get("fingerprint", {})
+            changed = f"the data changed after {model} was trained in {self._out}"
+        else:
+            return
+        if any(now.get(name) != value for name, value in before.items()):  # an older run's may lack names
+            raise InputError(
+                f"{changed}: the fingerprint must be {before}, got {now}. Restore the data, or start a new run."
+            )
 
     def run(self) -> None:
         """Train and evaluate every model and stage that is not done yet.

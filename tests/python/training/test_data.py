@@ -96,12 +96,13 @@ def test_documents_that_change_are_told_apart(text_folder):
     assert len(seen) == 4
 
 
-def small_job(text_folder, out):
+def small_job(text_folder, out, *fields):
     overrides = [f"data.paths=[{text_folder}]", "data.validation_fraction=0.3", "compare=[stick_breaking]"]
     overrides += [
         "stages.0.context_length=64",
         "stages.1.context_length=64",
         "evaluation={target_tokens: 16, longest: 64}",
+        *fields,
     ]
     return Job(load_config(CONFIGS / "tiny_context_extension.yaml", overrides), out, torch.device("cpu"), None)
 
@@ -125,6 +126,27 @@ def test_a_job_does_not_go_on_with_other_documents(key, text_folder, tmp_path, m
     del corpus["checksum"]  # as runs had it before
     saved(corpus)
     small_job(text_folder, tmp_path)
+
+
+def test_a_finished_model_without_a_checkpoint_is_not_compared_on_other_documents(text_folder, tmp_path, monkeypatch):
+    """With checkpoint.stage_ends = false, a model leaves results. The next one was trained on what the files hold."""
+    monkeypatch.setattr(loop, "StopRequest", lambda: None)
+    out = tmp_path / "run"
+    (out / "evaluation").mkdir(parents=True)
+
+    def job():
+        return small_job(text_folder, out, "checkpoint.stage_ends=false")
+
+    record = {"fingerprint": job().fingerprint()}
+    (out / "data.json").write_text(json.dumps(record))
+    (out / "evaluation" / "stick_breaking.extended.json").write_text("{}")
+    job()
+    record["fingerprint"]["checksum"] += 1
+    (out / "data.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=rf"^the data changed after stick_breaking was trained in {out}: .*'checksum'"):
+        job()
+    (out / "evaluation" / "stick_breaking.extended.json").unlink()  # nothing is left of the other documents
+    job()
 
 
 def test_paths_may_be_files_patterns_and_the_standard_library(text_folder):
