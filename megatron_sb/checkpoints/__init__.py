@@ -181,11 +181,11 @@ def save(model: StickBreakingForCausalLM, out: str | Path, to: str, tokenizer: s
         tokenizer: folder with the files of a tokenizer, which are copied. Default: none.
 
     Raises:
-        TypeError: if `model` is not a `StickBreakingForCausalLM`.
         FileNotFoundError: if `tokenizer` is not a folder.
-        ValueError: if `to` is not one of `FORMATS`, `out` exists, or the model has an option that the format lacks. Or
-            if the weights are not those that the model's configuration describes, as with adapters. Or if a multiplier
-            cannot be folded: it is 0 or not finite, or a weight overflows its dtype.
+        ValueError: if `model` is not a `StickBreakingForCausalLM`, `to` is not one of `FORMATS`, `out` exists, or the
+            model has an option that the format lacks. Or if the weights are not those that the model's configuration
+            describes, as with adapters. Or if a multiplier cannot be folded: it is 0 or not finite, or a weight
+            overflows its dtype.
         CheckpointError: if the folder cannot be written, for example because the disk is full.
 
     Example:
@@ -200,7 +200,7 @@ def save(model: StickBreakingForCausalLM, out: str | Path, to: str, tokenizer: s
     """
     check_target(out, to)
     if not isinstance(model, StickBreakingForCausalLM):
-        raise TypeError(f"model must be a StickBreakingForCausalLM, got {type(model).__name__}.")
+        raise InputError(f"model must be a StickBreakingForCausalLM, got {type(model).__name__}.")
     _check_model(model)
     if tokenizer is not None and not Path(tokenizer).is_dir():
         raise MissingFileError(f"tokenizer must be a folder, got {str(tokenizer)!r}.")

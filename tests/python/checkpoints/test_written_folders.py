@@ -23,7 +23,7 @@ def test_another_model(kind, to, tmp_path):
         "path": str(tmp_path),
     }
     other = others[kind]
-    with pytest.raises(TypeError, match=f"model must be a StickBreakingForCausalLM, got {type(other).__name__}"):
+    with pytest.raises(ValueError, match=f"model must be a StickBreakingForCausalLM, got {type(other).__name__}"):
         checkpoints.save(other, tmp_path / "out", to)
     assert not list(tmp_path.iterdir())
 
