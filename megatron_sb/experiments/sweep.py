@@ -239,6 +239,14 @@ def is_done(config: TrainingConfig, folder: Path) -> bool:
     )
 
 
+def check_unchanged(config: TrainingConfig, folder: Path) -> None:
+    """Raise ValueError if the folder of a run was started with another configuration, or with an unknown one."""
+    if (folder / "config.yaml").exists():
+        refuse_changes(folder, config)
+    else:
+        refuse_results(folder)
+
+
 def delete_checkpoints(folder: Path) -> None:
     """Delete the checkpoints of every model of a finished run."""
     for checkpoints in folder.glob("*/checkpoints"):
@@ -333,11 +341,7 @@ class _Runner:
 def _checked_config(config_path: str, trial: Trial, out: Path) -> TrainingConfig:
     """Return the trial's configuration. Raise ValueError if its folder was started with another or an unknown one."""
     config = trial.config(config_path)
-    folder = out / trial.name
-    if (folder / "config.yaml").exists():
-        refuse_changes(folder, config)
-    else:
-        refuse_results(folder)
+    check_unchanged(config, out / trial.name)
     return config
 
 

@@ -168,6 +168,7 @@ class Verdict:
             raise InputError(f"--test-paths needs data.kind = 'indexed', got {self.config.data.kind!r}.")
         self._test = {"data.validation_paths": options.test_paths} if options.test_paths else {}
         self._runs: dict[Trial, Run] = {}
+        self._unchanged: set[Trial] = set()
         self._warned: set[str] = set()
         self._keep_checkpoints = options.keep_checkpoints
         self._path, self._set, self._out = options.config, tuple(options.set), out
@@ -185,8 +186,8 @@ class Verdict:
             jobs: runs at a time. The first runs, which measure the speed, do not use it.
 
         Raises:
-            ValueError: the configuration of a run is invalid, a file that only final runs read is missing or damaged,
-                or jobs is invalid.
+            ValueError: the configuration of a run is invalid, a finished run had another one, a file that only final
+                runs read is missing or damaged, or jobs is invalid.
         """
         for arm in self.arms:
             for rate in self.rates:
@@ -203,6 +204,7 @@ class Verdict:
                     )
         load_pairs(self.config.evaluation.sentence_pairs)
         sweep.check_jobs(jobs, [run.config for run in self._runs.values()])
+        self.results()  # reads all finished runs
 
     def train(self, jobs: int, limit: sweep.TimeLimit) -> None:
         """Train until no run is left. Raise `sweep.SweepStopped` if a run fails, or a signal or the limit ends it."""
@@ -398,7 +400,14 @@ class Verdict:
         return fields | ({"data.ruler_samples": 0} if hasattr(self.config.data, "ruler_samples") else {})
 
     def _is_done(self, run: Run) -> bool:
-        return sweep.is_done(run.config, self._out / run.trial.name)
+        """Return whether a run is finished. Raise ValueError if it is, but had another configuration."""
+        folder = self._out / run.trial.name
+        if not sweep.is_done(run.config, folder):
+            return False
+        if run.trial not in self._unchanged:
+            sweep.check_unchanged(run.config, folder)
+            self._unchanged.add(run.trial)
+        return True
 
     def _best_rate(self, arm: str) -> float | None:
         """Return the rate with the best likelihood, or None if not all rates are finished."""

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -234,6 +235,41 @@ def test_one_rate_or_equal_ones_have_no_edge(rates, trainer, tmp_path):
     experiment = Verdict(options_of("--learning-rates", *rates, "--seeds", "1"), tmp_path)
     experiment.train(1, sweep.NO_LIMIT)
     assert experiment.rates_at_the_edge() == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--rate-share", "0.5"],
+            r"stages\.0\.steps must be 8, which .*rate0\.005-stick_breaking was started .* got 20",
+        ),
+        (["--set", "evaluation.windows=3"], r"evaluation\.windows must be .*, which .* was started with, got 3"),
+    ],
+)
+def test_finished_runs_of_another_configuration_are_refused(words, message, trainer, tmp_path, capsys):
+    """They are named before anything is trained, instead of being used as if they had the new options."""
+    command = ["experiment", "verdict", SMALL, "--out", str(tmp_path), *ARMS]
+    assert cli.main(command) == 0
+    finished, table = len(trainer.trained), (tmp_path / "table.md").read_text()
+    assert cli.main([*command, *words]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert len(trainer.trained) == finished and (tmp_path / "table.md").read_text() == table
+
+
+def test_a_final_run_with_another_rate_is_refused(trainer, tmp_path):
+    """A rate that is tried later can be better. The table would name it for a run that had the former best one."""
+    arms = ["--arms", "softmax_rope", "--seeds", "1", "--learning-rates", "0.005"]
+    Verdict(options_of(*arms), tmp_path).train(1, sweep.NO_LIMIT)
+    later = Verdict(options_of(*arms, "0.01"), tmp_path)
+    later.check_runs(1)
+    with pytest.raises(ValueError, match=r"learning_rate must be 0\.005, which .*final-softmax_rope was .* got 0\.01"):
+        later.train(1, sweep.NO_LIMIT)
+    assert "rate0.01-softmax_rope" in [name for name, _ in trainer.trained]
+    shutil.rmtree(tmp_path / "final-softmax_rope")
+    later.train(1, sweep.NO_LIMIT)
+    (final,) = later.results()["finals"]
+    assert final["rate"] == 0.01 and trainer.trained[-1][0] == "final-softmax_rope"
 
 
 def test_a_stop_writes_what_is_finished(trainer, tmp_path, monkeypatch):
