@@ -31,6 +31,7 @@ from megatron_sb.experiments.deduplication import Deduplicator
 from megatron_sb.training.checkpoint import write_atomically
 from megatron_sb.training.config import ConfigError, TextDataConfig, load_fields
 from megatron_sb.training.config.types import Fraction, PositiveInt, Section, Seed, section
+from megatron_sb.training.directory import delete_unused, hold
 from megatron_sb.training.documents import BYTE_END_OF_DOCUMENT
 from megatron_sb.training.text_files import check_patterns, list_files, matcher
 from megatron_sb.validation import InputError
@@ -86,7 +87,22 @@ def run(options: argparse.Namespace) -> int:
     config = load_fields(CorpusConfig, options.config, options.set)
     if config.vocab_size is not None:
         check_tokenizer(config.vocab_size)
-    out, start = sweep.output_folder(options), time.monotonic()
+    out = sweep.output_folder(options)
+    list_projects(config)  # most errors come before anything is written
+    out.mkdir(parents=True, exist_ok=True)
+    with hold(out):
+        try:
+            _build_all(config, out)
+        except InputError:
+            delete_unused(out)
+            raise
+    print(f"See {out}/report.json.")
+    return 0
+
+
+def _build_all(config: CorpusConfig, out: Path) -> None:
+    """Write the data sets, the tokenizer and the report."""
+    start = time.monotonic()
     report = build(config, out / "bytes")
     _write_report(report, out)  # one of an earlier build would not fit, if the tokenizer cannot be trained
     print(f"{report['kept']['bytes']:,} of {report['found']['bytes']:,} bytes kept in {time.monotonic() - start:.0f} s")
@@ -95,8 +111,6 @@ def run(options: argparse.Namespace) -> int:
         report["tokens"] = train_tokenizer(out / "bytes", config.vocab_size, out / "bpe")
         print(f"{sum(report['tokens'].values()):,} tokens in {time.monotonic() - start:.0f} s")
         _write_report(report, out)
-    print(f"See {out}/report.json.")
-    return 0
 
 
 def _write_report(report: dict[str, Any], out: Path) -> None:

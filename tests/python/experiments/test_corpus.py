@@ -13,6 +13,7 @@ from megatron_sb.cli import main
 from megatron_sb.experiments import corpus
 from megatron_sb.experiments.corpus import SIDES, CorpusConfig, build, list_projects, side_of, train_tokenizer
 from megatron_sb.experiments.deduplication import LONGEST_LINE, LONGEST_WINDOW, SHORTEST_WINDOW, Deduplicator, windows
+from megatron_sb.training.directory import hold
 from megatron_sb.training.documents import BYTE_END_OF_DOCUMENT
 
 LICENCE = b"".join(b"Line %d of a licence that every project has.\n" % line for line in range(12))
@@ -204,6 +205,27 @@ def test_the_report_is_of_the_bytes_beside_it(config, tmp_path, capsys):
     assert "vocab_size must be at most" in capsys.readouterr().err
     report = json.loads((out / "report.json").read_text())
     assert report["kept"]["documents"] == sum(map(len, texts_of(out / "bytes").values())) and "tokens" not in report
+
+
+def test_two_commands_do_not_write_one_corpus(config, tmp_path, capsys):
+    """The second one would delete the unfinished files of the first one."""
+    (tmp_path / "corpus.yaml").write_text(json.dumps(dataclasses.asdict(config)))
+    out = tmp_path / "out"
+    unfinished = out / ".bytes.new.tmp" / "test.bin"
+    unfinished.parent.mkdir(parents=True)
+    unfinished.touch()
+    command = ["experiment", "corpus", str(tmp_path / "corpus.yaml"), "--out", str(out)]
+    with hold(out):
+        assert main(command) == 2
+    assert f"another job is writing to {out}" in capsys.readouterr().err and unfinished.exists()
+    assert main(command) == 0 and not unfinished.exists() and (out / "report.json").exists()
+
+
+def test_an_error_leaves_no_folder(config, tmp_path):
+    fields = dataclasses.asdict(config) | {"distributions": ["pack_1"], "paths": []}  # no text for some sides
+    (tmp_path / "corpus.yaml").write_text(json.dumps(fields))
+    assert main(["experiment", "corpus", str(tmp_path / "corpus.yaml"), "--out", str(tmp_path / "out")]) == 2
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_command_prints_its_error_alone(tmp_path):
