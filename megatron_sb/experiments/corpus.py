@@ -88,6 +88,11 @@ def run(options: argparse.Namespace) -> int:
     if config.vocab_size is not None:
         check_tokenizer(config.vocab_size)
     out = sweep.output_folder(options)
+    if config.vocab_size is None and (out / "bpe").exists():
+        raise ConfigError(
+            f"vocab_size must be given, because {out / 'bpe'} has tokens of an earlier build, which would not fit the "
+            "new bytes, got null. Remove that folder, or use another one (--out)."
+        )
     list_projects(config)  # most errors come before anything is written
     out.mkdir(parents=True, exist_ok=True)
     with hold(out):
@@ -105,6 +110,7 @@ def _build_all(config: CorpusConfig, out: Path) -> None:
     start = time.monotonic()
     report = build(config, out / "bytes")
     _write_report(report, out)  # one of an earlier build would not fit, if the tokenizer cannot be trained
+    shutil.rmtree(out / "bpe", ignore_errors=True)  # neither would its tokens
     print(f"{report['kept']['bytes']:,} of {report['found']['bytes']:,} bytes kept in {time.monotonic() - start:.0f} s")
     if config.vocab_size is not None:
         start = time.monotonic()

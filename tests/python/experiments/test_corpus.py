@@ -207,6 +207,21 @@ def test_the_report_is_of_the_bytes_beside_it(config, tmp_path, capsys):
     assert report["kept"]["documents"] == sum(map(len, texts_of(out / "bytes").values())) and "tokens" not in report
 
 
+def test_tokens_of_an_earlier_build_do_not_stay_beside_other_bytes(config, tmp_path, capsys):
+    """A project can be on another side there."""
+    pytest.importorskip("tokenizers")
+    out, fields = tmp_path / "out", dataclasses.asdict(config)
+    (out / "bpe").mkdir(parents=True)
+    (tmp_path / "corpus.yaml").write_text(json.dumps(fields))
+    command = ["experiment", "corpus", str(tmp_path / "corpus.yaml"), "--out", str(out)]
+    assert main(command) == 2
+    assert f"vocab_size must be given, because {out / 'bpe'} has tokens" in capsys.readouterr().err
+    assert [path.name for path in out.iterdir()] == ["bpe"]
+    assert main([*command, "--set", "vocab_size=100000"]) == 2  # the text is too short
+    assert (out / "bytes").exists() and not (out / "bpe").exists()
+    assert main(command) == 0
+
+
 def test_two_commands_do_not_write_one_corpus(config, tmp_path, capsys):
     """The second one would delete the unfinished files of the first one."""
     (tmp_path / "corpus.yaml").write_text(json.dumps(dataclasses.asdict(config)))
