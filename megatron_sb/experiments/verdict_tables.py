@@ -177,7 +177,8 @@ def sticks_by_layer(results: dict[str, Any], labels: dict[str, str]) -> DataFram
     rows = []
     for final in results["finals"]:
         lines = final["attention"]
-        for line in (lines[round(share * (len(lines) - 1))] for share in (0, 0.25, 1) if lines):
+        places = dict.fromkeys(round(share * (len(lines) - 1)) for share in (0, 0.25, 1))  # one line has one place
+        for line in (lines[place] for place in places if lines):
             cells = {
                 "tiles skipped": line["skipped_tiles_by_layer"],
                 "mass that remains": line["remainder_by_layer"],

@@ -193,6 +193,16 @@ def test_tables(trainer, tmp_path):
     assert json.loads((tmp_path / "results.json").read_text())["runs"] == {"finished": 24, "known": 24}
 
 
+@pytest.mark.parametrize(("steps", "shown"), [([], []), ([5], [5]), ([5, 10], [5, 10]), ([1, 2, 3, 4, 5], [1, 2, 5])])
+def test_a_step_with_measured_sticks_has_one_row(steps, shown):
+    lines = [
+        {"tokens": 1e6 * step, "loss": 2.0, "remainder_by_layer": [0.5], "skipped_tiles_by_layer": [0.5]}
+        for step in steps
+    ]
+    table = verdict_tables.sticks_by_layer({"finals": [{"arm": "a", "attention": lines}]}, {"a": "a"})
+    assert ([] if table is None else table["tokens"].tolist()) == [f"{step} M" for step in shown]
+
+
 @pytest.mark.parametrize(("error", "cell"), [(0.06, "75.0% ± 3.4% (50.0%)"), (None, "75.0% (50.0%)")])
 def test_the_error_over_tasks_needs_that_of_each_task(error, cell):
     """One sample of a task has no error. The mean has none then, instead of a smaller one."""
