@@ -100,6 +100,8 @@ void check_call(const KvCacheCall& in) {
     if (in.paged()) {
         check_int32("block_table", *in.block_table, 2, in);
         TORCH_CHECK_VALUE(in.k.sym_size(1) > 0, "k_cache: block_size must be at least 1, got 0");
+        check_at_most("k_cache", "block_size", in.k.sym_size(1), kMaxRows);  // so that the product cannot overflow
+        check_at_most("block_table", "number of blocks of a sequence", in.block_table->sym_size(1), kMaxRows);
     } else {
         TORCH_CHECK_VALUE(in.k.sym_size(0) == in.q.sym_size(0), "k_cache: batch size must be ", in.q.sym_size(0),
                           " as in ", in.q_name, ", got ", in.k.sym_size(0), ". A paged cache needs a block_table.");

@@ -324,6 +324,18 @@ def test_more_segments_and_blocks_than_an_int32_counts_raise_an_error():
         ops.kvcache_forward(q, cache, cache, lengths, lengths[:, None], None, scale=1.0)
 
 
+@pytest.mark.parametrize(
+    ("blocks", "block_size", "words"),
+    [(2**32, 2**32, "k_cache block_size 4294967296"), (2**32, 16, "block_table number of blocks 4294967296")],
+)
+def test_sizes_of_a_paged_cache_whose_product_overflows_raise_an_error(blocks, block_size, words):
+    """The number of positions is their product. With 2^32 for both it wrapped to 0, and no error was raised."""
+    q, table = torch.empty(1, 8, 1, 8, device="meta"), torch.empty(1, blocks, dtype=torch.int32, device="meta")
+    cache = q.new_empty(1, block_size, 1, 8)
+    with pytest.raises(ValueError, match=mentions(words)):
+        ops.kvcache_forward(q, cache, cache, table[:, 0], table, None, scale=1.0)
+
+
 @pytest.mark.parametrize("rows", [-1, 2**31, 2**32])
 @pytest.mark.parametrize("name", ["q_rows", "k_rows"])
 def test_counts_of_rows_of_a_segment_table(name, rows):
