@@ -183,6 +183,13 @@ void check_add_to(const at::Tensor& add_to, const at::Tensor& q, const at::Tenso
     check_rows("add_to", add_to);
 }
 
+// Checks the values of a CPU tensor, as SegmentTable does.
+void check_edges(const at::Tensor& restart_edge) {
+    if (!restart_edge.is_cpu() || restart_edge.numel() == 0) return;
+    const auto least = restart_edge.min().item<int32_t>();
+    TORCH_CHECK_VALUE(least >= 0, "restart_edge must be at least 0, got ", least);
+}
+
 // Clears the gradients that the kernels do not write (BackwardParams).
 void clear_gradients(const BlockGradients& gradients) {
     gradients.dk.zero_();
@@ -286,6 +293,7 @@ at::Tensor block_backward(const at::Tensor& d_o_given, const at::Tensor& q_given
     if (!kernels.writes_gradients || !has_work) clear_gradients(gradients);
     const std::optional<at::Tensor> carry = contiguous(mass_in), prefix = contiguous(prefix_in);
     const at::Tensor edge = restart_edge.contiguous(), mass = restart_mass.contiguous();
+    check_edges(edge);
 
     const at::Tensor prefix_out = prefix.has_value() ? prefix->clone() : at::zeros_like(mass);
     auto params = with_inputs<BackwardParams>(q, k, v, table, options, carry);

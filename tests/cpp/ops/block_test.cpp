@@ -196,6 +196,19 @@ TEST(Block, TheBackwardAddsOnlyInTheAccumulationType) {
     EXPECT_THROW(x.backward(std::nullopt, x.forward(std::nullopt), gradients), c10::TypeError);
 }
 
+// Kernels on a CPU would compute INT32_MIN - 1.
+TEST(Block, ANegativeRestartEdgeIsAnError) {
+    const BlockCase x = make_block_case(at::kCPU, at::kFloat, 16, false);
+    const BlockOutput out = x.forward(std::nullopt);
+    out.restart_edge.select(2, 5).fill_(INT32_MIN);
+    try {
+        x.backward(std::nullopt, out, x.unwritten(at::kFloat));
+        FAIL() << "a negative edge raised no error";
+    } catch (const c10::ValueError& error) {
+        EXPECT_TRUE(mentions(error.what(), "restart_edge 0 2147483648")) << error.what();
+    }
+}
+
 // Blocks without queries, or without keys.
 TEST(Block, TheBackwardWritesGradientsWithoutRowsOrKeys) {
     const BlockCase x = make_block_case(at::kCPU, at::kFloat, 16, false);
