@@ -126,6 +126,8 @@ plan::Partition partition_of(int ranks, int64_t rows, const std::string& layout,
 
 at::Tensor shard_positions(int64_t ranks, int64_t seq_len, const std::string& layout, const CuSeqlens& cu_seqlens,
                            const std::string& packing) {
+    if (ranks < 1 || ranks > plan::kMaxRanks)
+        throw InvalidArgument(concat("ranks must be from 1 to ", plan::kMaxRanks, ", got ", ranks));
     const plan::Partition partition = partition_of(static_cast<int>(ranks), seq_len, layout, cu_seqlens, packing);
     return index_tensor(partition.gathered_positions(), at::kCPU).view({ranks, -1});
 }

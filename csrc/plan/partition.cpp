@@ -60,7 +60,10 @@ const char* name_of(Packing packing) {
 Partition::Partition(Layout layout, Packing packing, int size, int64_t seq_len,
                      const std::optional<std::vector<int64_t>>& cu_seqlens)
     : layout_(layout), packing_(packing), size_(size) {
-    if (size < 1) throw InvalidArgument(concat("the size of a context-parallel group must be at least 1, got ", size));
+    if (size < 1 || size > kMaxRanks) {
+        throw InvalidArgument(
+            concat("the size of a context-parallel group must be from 1 to ", kMaxRanks, ", got ", size));
+    }
     if (seq_len < 1 || seq_len > std::numeric_limits<int32_t>::max()) {
         throw InvalidArgument(concat("seq_len must be from 1 to 2^31 - 1, got ", seq_len));
     }

@@ -43,6 +43,7 @@ struct Piece {
 };
 
 inline constexpr int64_t kNoRow = -1;
+inline constexpr int kMaxRanks = (1 << 30) - 1;  // zigzag has twice as many chunks, counted by an int
 
 class Partition {
   public:

@@ -449,10 +449,10 @@ def shard_positions(
         tensor([[ 0,  1,  2],
                 [ 3,  4, -1]])
     """
-    for name, value in (("num_ranks", num_ranks), ("seq_len", seq_len)):
+    for name, value, bits in (("num_ranks", num_ranks, 30), ("seq_len", seq_len, 31)):
         check_integer(name, value)
-        if not 1 <= value < 2**31:
-            raise ValueError(f"{name} must be from 1 to 2^31 - 1, got {value}.")
+        if not 1 <= value < 2**bits:
+            raise ValueError(f"{name} must be from 1 to 2^{bits} - 1, got {value}.")
     offsets, error = _offsets(cu_seqlens)
     if error:
         raise ValueError(error)

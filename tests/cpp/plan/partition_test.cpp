@@ -193,6 +193,7 @@ TEST(Partition, ErrorsNameArgumentAndValue) {
     EXPECT_TRUE(mentions(error_of(zigzag, whole, 2, 20, Rows{0, 8, 24}), "cu_seqlens seq_len 20 24"));
     EXPECT_TRUE(mentions(error_of(zigzag, each, 2, 0, std::nullopt), "seq_len 1 0"));
     EXPECT_TRUE(mentions(error_of(zigzag, each, 0, 8, std::nullopt), "size group 1 0"));
+    EXPECT_TRUE(mentions(error_of(zigzag, each, 1 << 30, 8, std::nullopt), "size group 1073741823 1073741824"));
 }
 
 TEST(Partition, ParsesTheNamesThatItWrites) {

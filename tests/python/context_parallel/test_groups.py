@@ -102,9 +102,18 @@ def test_numbers_that_are_no_integers(call, words, one_rank):
 
 @pytest.mark.parametrize("value", [0, -1, 2**31, 2**32 + 2, 2**70])
 def test_numbers_of_ranks_and_rows(value):
-    for name, arguments in (("num_ranks", (value, 8)), ("seq_len", (2, value))):
-        with pytest.raises(ValueError, match=mentions(f"{name} 1 2^31 - 1 {value}")):
+    for name, most, arguments in (("num_ranks", "2^30 - 1", (value, 8)), ("seq_len", "2^31 - 1", (2, value))):
+        with pytest.raises(ValueError, match=mentions(f"{name} 1 {most} {value}")):
             shard_positions(*arguments)
+
+
+def test_ranks_whose_chunks_an_int32_does_not_count():
+    """Zigzag has two chunks for each rank. Their number became negative."""
+    with pytest.raises(ValueError, match=mentions("num_ranks 2^30 - 1 1073741824")):
+        shard_positions(2**30, 8)
+    for value in (0, 2**30, 2**32 + 2):
+        with pytest.raises(ValueError, match=mentions(f"ranks 1 1073741823 {value}")):
+            torch.ops.megatron_sb.shard_positions(value, 8, "zigzag", None, "per_document")
 
 
 def test_integers_of_numpy_are_accepted(one_rank):
