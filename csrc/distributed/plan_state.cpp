@@ -3,8 +3,6 @@
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <numeric>
-
 #include "core/error.h"
 #include "distributed/c10d_transport.h"
 
@@ -68,7 +66,7 @@ std::vector<int64_t> agree_on_plan(Transport& transport, const PlanArguments& pl
 // Returns the rows of the whole stream.
 int64_t stream_rows(const PlanArguments& plan, const std::vector<int64_t>& local_lens) {
     if (plan.seq_len) return *plan.seq_len;
-    if (plan.local_len) return std::accumulate(local_lens.begin(), local_lens.end(), int64_t{0});
+    if (plan.local_len) return plan::sum_of_rows("local_len", local_lens);
     if (!plan.cu_seqlens) throw InvalidArgument("seq_len must be given if cu_seqlens is not, got neither");
     return plan.cu_seqlens->empty() ? 0 : plan.cu_seqlens->back();
 }

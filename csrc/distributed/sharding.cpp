@@ -3,8 +3,6 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <numeric>
-
 #include "distributed/agreement.h"
 #include "distributed/c10d_transport.h"
 #include "distributed/rank_plan.h"
@@ -163,7 +161,7 @@ at::Tensor unshard(const at::Tensor& x, const std::string& group_name, int64_t d
                                        {"packing", packing},
                                        {"cu_seqlens", summary(cu_seqlens)}};
     const std::vector<int64_t> rows = agree(*transport, "unshard_sequence", fields, error, num_local_rows);
-    const int64_t seq_len = std::accumulate(rows.begin(), rows.end(), int64_t{0});
+    const int64_t seq_len = plan::sum_of_rows("x: number of rows", rows);
     if (seq_len == 0) throw InvalidArgument(concat("x must have a row in dimension ", dim, " on some rank, got none"));
     const plan::Partition partition = partition_of(transport->size(), seq_len, layout, cu_seqlens, packing);
     if (const int rank = partition.rank_with_other_rows(rows); rank >= 0)

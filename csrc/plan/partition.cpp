@@ -44,6 +44,17 @@ void append(std::vector<Piece>& pieces, int document, int64_t document_begin, in
 
 }  // namespace
 
+int64_t sum_of_rows(const char* what, const std::vector<int64_t>& rows) {
+    int64_t sum = 0;
+    for (size_t rank = 0; rank < rows.size(); ++rank) {
+        if (rows[rank] < 0 || rows[rank] > std::numeric_limits<int32_t>::max()) {
+            throw InvalidArgument(concat(what, " must be from 0 to 2^31 - 1, got ", rows[rank], " on rank ", rank));
+        }
+        sum += rows[rank];
+    }
+    return sum;
+}
+
 Layout parse_layout(const std::string& name) {
     return static_cast<Layout>(parse_name("layout", name, kLayoutNames));
 }

@@ -45,6 +45,10 @@ struct Piece {
 inline constexpr int64_t kNoRow = -1;
 inline constexpr int kMaxRanks = (1 << 30) - 1;  // zigzag has twice as many chunks, counted by an int
 
+// Returns the sum of the rows of all ranks. Throws InvalidArgument, which begins with `what`, if a rank has less than 0
+// or more than 2^31 - 1: the sum could overflow.
+int64_t sum_of_rows(const char* what, const std::vector<int64_t>& rows);
+
 class Partition {
   public:
     // `cu_seqlens` has the start of each document and the end of the last; nullopt means one document of seq_len rows.

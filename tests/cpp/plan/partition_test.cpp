@@ -184,6 +184,20 @@ TEST(Partition, ChunkRowsOfAnotherRankRaiseAnError) {
     EXPECT_THROW(partition.chunk_rows(0, 1), InvalidArgument);
 }
 
+// The sum of these rows would wrap to 8.
+TEST(Partition, RowsWhoseSumOverflowsAreAnError) {
+    const int64_t many = (int64_t{1} << 62) + 2;
+    for (const Rows& rows : {Rows(4, many), Rows{4, 9, -5}}) {
+        try {
+            sum_of_rows("local_len", rows);
+            FAIL() << "no error";
+        } catch (const InvalidArgument& error) {
+            EXPECT_TRUE(mentions(error.what(), rows.size() == 4 ? "local_len 4611686018427387906 0" : "local_len 5 2"));
+        }
+    }
+    EXPECT_EQ(sum_of_rows("local_len", {3, 0, 5}), 8);
+}
+
 TEST(Partition, ErrorsNameArgumentAndValue) {
     const auto zigzag = Layout::kZigzag;
     const auto each = Packing::kPerDocument, whole = Packing::kWholeStream;
