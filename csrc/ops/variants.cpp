@@ -136,12 +136,13 @@ void check_values(const char* name, const OptionalTensor& values, const char* wh
 
 }  // namespace
 
-void check_variants(const at::Tensor& q, const at::Tensor& k, const AttentionOptions& options, bool stored_biases) {
+void check_variants(const at::Tensor& q, const at::Tensor& k, const AttentionOptions& options, bool stored_biases,
+                    const char* q_name) {
     const bool biases = options.query_bias.has_value() || options.key_bias.has_value() || stored_biases;
     if (options.euclidean || biases) {
         const c10::SymInt d = q.sym_size(-1);
-        TORCH_CHECK_VALUE(d % kHeadDimMultiple == 0 && d > 0 && d <= kMaxHeadDim - kBiasColumns,
-                          "q: head_dim must be a multiple of ", kHeadDimMultiple, " and at most ",
+        TORCH_CHECK_VALUE(d % kHeadDimMultiple == 0 && d > 0 && d <= kMaxHeadDim - kBiasColumns, q_name,
+                          ": head_dim must be a multiple of ", kHeadDimMultiple, " and at most ",
                           kMaxHeadDim - kBiasColumns, " with ",
                           options.euclidean ? "Euclidean logits" : "query_bias or key_bias", ", got ", d);
     }
@@ -188,7 +189,7 @@ OneTensor keys_for_blocks(const Arguments& arguments) {
     options.key_bias = arguments.optional_tensor("key_bias");
     options.forget_gate = arguments.optional_tensor("forget_gate");
     options.scale = arguments.get<std::optional<double>>("scale");
-    check_variants(k, k, options);
+    check_variants(k, k, options, false, "k");
     return extended_keys(k, options.key_bias, options.forget_gate,
                          bias_columns(options, block_options(options, k).scale));
 }

@@ -10,9 +10,9 @@
 namespace megatron_sb::ops {
 
 // Checks the variants of `options` for q (.., h, d) and k (.., h_kv, d) as the caller gave them. `stored_biases` says
-// whether the keys of a cache have bias columns. Raises ValueError or TypeError.
+// whether the keys of a cache have bias columns. Errors name q as `q_name`. Raises ValueError or TypeError.
 void check_variants(const at::Tensor& q, const at::Tensor& k, const AttentionOptions& options,
-                    bool stored_biases = false);
+                    bool stored_biases = false, const char* q_name = "q");
 
 // Whether the queries and keys of a call have bias columns, and what these hold.
 struct BiasColumns {

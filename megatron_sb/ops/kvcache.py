@@ -82,8 +82,6 @@ def stored_keys(
     options = AttentionOptions(scale=scale, logits=logits)
     check_tensor("k", k)
     check_optional_tensors({"forget_gate": forget_gate, "key_bias": key_bias})
-    if k.dim() == 4 and (logits == "euclidean" or key_bias is not None):
-        check_head_dim("k: head_dim", k.shape[-1], extra_columns=True)  # the operator would name q
     return torch.ops.megatron_sb.keys_for_blocks(
         k, forget_gate=forget_gate, euclidean=options.logits == "euclidean", key_bias=key_bias, scale=options.scale
     )
