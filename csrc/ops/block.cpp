@@ -283,6 +283,7 @@ at::Tensor block_backward(const at::Tensor& d_o_given, const at::Tensor& q_given
                           std::optional<int64_t> max_seqlen_k) {
     check_block_backward(d_o_given, q_given, k_given, v_given, segments, restart_edge, restart_mass, mass_in, prefix_in,
                          options);
+    check_edges(restart_edge);
     const DeviceScope scope(q_given.device());
     const at::Tensor q = aligned(q_given), k = aligned(k_given), v = aligned(v_given), d_o = aligned(d_o_given);
     const dispatch::Kernels& kernels = kernels_for(q, v, options);
@@ -293,7 +294,6 @@ at::Tensor block_backward(const at::Tensor& d_o_given, const at::Tensor& q_given
     if (!kernels.writes_gradients || !has_work) clear_gradients(gradients);
     const std::optional<at::Tensor> carry = contiguous(mass_in), prefix = contiguous(prefix_in);
     const at::Tensor edge = restart_edge.contiguous(), mass = restart_mass.contiguous();
-    check_edges(edge);
 
     const at::Tensor prefix_out = prefix.has_value() ? prefix->clone() : at::zeros_like(mass);
     auto params = with_inputs<BackwardParams>(q, k, v, table, options, carry);
