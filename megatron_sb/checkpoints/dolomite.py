@@ -100,8 +100,9 @@ def load(folder: Path, kv_heads: str | None = None) -> tuple[StickBreakingConfig
     )
     modules = _modules(tensors, config)
     if patched:
-        is_c_fc = {name: name.endswith("c_fc.weight") and x.dim() > 1 for name, x in tensors.items()}
-        tensors = {name: _as_halves(x) if is_c_fc[name] else x for name, x in tensors.items()}
+        for name, x in tensors.items():
+            if name.endswith("c_fc.weight") and x.dim() > 1:
+                tensors[name] = _as_halves(x)
     return config, _to_ours(config, files.Weights(folder, tensors), modules, layout)
 
 

@@ -123,11 +123,11 @@ class _DataSet:
         self._num_documents = len(mapped.document_indices) - 1
         needed = int(mapped.sequence_lengths[-1:].sum()) * self._dtype.itemsize
         needed += int(mapped.index.sequence_pointers[-1:].sum())
-        self._end = os.path.getsize(prefix + ".bin") // self._dtype.itemsize  # tokens that the .bin file can hold
         self._idx, self._bin = (open(prefix + suffix, "rb") for suffix in (".idx", ".bin"))  # noqa: SIM115
         present = os.fstat(self._bin.fileno()).st_size
         if present < needed:
             raise InputError(f"{prefix}.bin must have {needed} bytes or more, as {prefix}.idx says, got {present}.")
+        self._end = present // self._dtype.itemsize  # tokens that the .bin file can hold
 
     def __len__(self) -> int:
         return self._num_documents
