@@ -214,8 +214,8 @@ class HalfScan : protected BackwardThread<T> {
                              (T::kKeepsGateSums ? n_sums_[k] : -0.f);  // x + -0 is x
     }
     // Sums n of the last step over the rows of the warp, if threads do not keep sums over all steps. Call it before the
-    // exponentials of the next step and after a branch: ptxas then places its shuffles between the exponentials.
-    // Elsewhere each one waits for the one before it, and all of them for products that read shared memory.
+    // exponentials of the next step and after a branch: ptxas then places its shuffles between the exponentials. Right
+    // after products are issued, it would place them between these products and so delay them.
     __device__ __forceinline__ void add_gate_sums() {
         if constexpr (T::kGated && !T::kKeepsGateSums) common::sum_over_rows(n_sums_, gate_sums_);
     }
