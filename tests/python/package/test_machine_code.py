@@ -2,8 +2,10 @@
 
 import itertools
 import re
+import struct
 import subprocess
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -13,29 +15,49 @@ from megatron_sb.ops import library
 
 KERNELS = library.library_path().parents[1] / "libmegatron_sb_kernels.so"
 ARCHITECTURES = library.build_info()["cuda_architectures"]
+BYTES = 16  # of an instruction
 needs_cuda_build = pytest.mark.skipif(not ARCHITECTURES, reason="needs a build with CUDA")
 
 
-def cuobjdump() -> Path:
-    """Return the path of cuobjdump, or skip the test."""
-    triton = pytest.importorskip("triton", reason="needs cuobjdump, which is a part of triton")
-    return Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+def tool(name: str) -> Path:
+    """Return the path of cuobjdump or nvdisasm, or skip the test."""
+    triton = pytest.importorskip("triton", reason=f"needs {name}, which is a part of triton")
+    return Path(triton.__file__).parent / "backends/nvidia/bin" / name
+
+
+def sections(cubin: bytes) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and the content of each section of a 64-bit ELF file."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, number, of_names = struct.unpack_from("<3H", cubin, 58)
+    headers = [struct.unpack_from("<I20x2Q", cubin, table + i * size) for i in range(number)]
+    names = headers[of_names][1]
+    for name, begin, length in headers:
+        yield cubin[names + name : cubin.index(b"\0", names + name)].decode(), cubin[begin : begin + length]
 
 
 def instructions_of_kernels(folder: Path) -> dict[str, list[tuple[int, str]]]:
     """Return (address, instruction) of the kernels of csrc/kernels/hopper, by mangled name. Writes files to `folder`.
 
-    Only these kernels can have products (HGMMA): CMakeLists.txt compiles no others for sm_90a.
+    Only these kernels can have products (HGMMA): CMakeLists.txt compiles no others for sm_90a. All are disassembled
+    together, so an address counts from the first kernel: nvdisasm takes 0.4 s to start, most of its time for a kernel.
     """
     options = {"cwd": folder, "capture_output": True, "text": True, "check": True, "timeout": 120}
-    subprocess.run([cuobjdump(), "-xelf", "sm_90", KERNELS], **options)
-    hopper = [path for path in sorted(folder.glob("*.cubin")) if b"6hopper" in path.read_bytes()]
-    text = "\n".join(subprocess.run([cuobjdump(), "-sass", path], **options).stdout for path in hopper)
-    kernels = re.split(r"\n\s*Function : ", text)[1:]
-    return {
-        k.split("\n", 1)[0]: [(int(at, 16), i) for at, i in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", k)]
-        for k in kernels
+    subprocess.run([tool("cuobjdump"), "-xelf", "sm_90", KERNELS], **options)
+    cubins = [path.read_bytes() for path in sorted(folder.glob("*.cubin"))]
+    kernels = {
+        name.removeprefix(".text."): code
+        for cubin in cubins
+        if b"6hopper" in cubin
+        for name, code in sections(cubin)
+        if name.startswith(".text.")
     }
+    (folder / "kernels.bin").write_bytes(b"".join(kernels.values()))
+    text = subprocess.run([tool("nvdisasm"), "--binary", "SM90a", "kernels.bin"], **options).stdout
+    lines = iter([(int(at, 16), i) for at, i in re.findall(r"/\*([0-9a-f]+)\*/\s+(.*?);", text)])
+    found = {name: list(itertools.islice(lines, len(code) // BYTES)) for name, code in kernels.items()}
+    end = sum(map(len, kernels.values()))
+    assert next(lines, None) is None and [*found.values()][-1][-1][0] == end - BYTES, "an instruction has no line"
+    return found
 
 
 def innermost_loops_of_products(code: list[tuple[int, str]]) -> list[list[str]]:
@@ -58,8 +80,8 @@ def innermost_loops_of_products(code: list[tuple[int, str]]) -> list[list[str]]:
 def test_the_library_has_the_machine_code_that_it_reports():
     """Every file of portable kernels has PTX, for other GPUs, and code of each architecture. Hopper's have sm_90's."""
     run = partial(subprocess.run, capture_output=True, text=True, check=True, timeout=120)
-    ptx = run([cuobjdump(), "--list-ptx", KERNELS]).stdout
-    machine_code = run([cuobjdump(), "--list-elf", KERNELS]).stdout
+    ptx = run([tool("cuobjdump"), "--list-ptx", KERNELS]).stdout
+    machine_code = run([tool("cuobjdump"), "--list-elf", KERNELS]).stdout
     num_files = Counter(re.findall(r"\.(sm_\d+)\.", machine_code))
     assert [*Counter(re.findall(r"\.(sm_\d+)\.", ptx))] == ["sm_80"]
     assert num_files.keys() == {f"sm_{architecture}" for architecture in ARCHITECTURES}
