@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from support import decoders
-from support.jobs import SMALL_JOB, TRAIN, metrics, run_command, train
+from support.fork_server import run_python
+from support.jobs import FORKED_TRAIN, SMALL_JOB, TIMEOUT_SECONDS, metrics, train
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
@@ -298,17 +299,25 @@ def test_an_initial_checkpoint_of_another_size(change, config, checkpoint):
         check_initial_checkpoint(changed)
 
 
+# Runs a script with its arguments. Python would cut off the compiled modules that it caches.
+LIMITED = """
+import resource, runpy, sys
+sys.dont_write_bytecode = True
+resource.setrlimit(resource.RLIMIT_FSIZE, (40 << 10, 40 << 10))
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_a_full_disk(config, tmp_path):
     """Files may have 40 KiB, which a checkpoint exceeds."""
-    limited = ["bash", "-c", 'ulimit -f 40; exec "$@"', "limited", *TRAIN]
-    out = tmp_path / "out"
-    # Python would cut off the compiled modules that it caches.
-    no_cache = {"PYTHONDONTWRITEBYTECODE": "1"}
-    status, _, errors = run_command(limited, config, *SHORT, "report.interval=100", "--out", out, **no_cache)
+    limited, out = tmp_path / "limited.py", tmp_path / "out"
+    limited.write_text(LIMITED)
+    options = [*SHORT, "report.interval=100", "--out", out]
+    done = run_python([limited, *FORKED_TRAIN, config, *options], seconds=TIMEOUT_SECONDS)
     saved = out / "stick_breaking" / "checkpoints" / "short-000002"
-    assert status == 1 and f"rank 0 failed: {saved} could not be saved: " in errors and "Traceback" not in errors, (
-        errors
-    )
+    assert done.returncode == 1 and f"rank 0 failed: {saved} could not be saved: " in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"), naming(Path("/dev/full")):
         Path("/dev/full").write_text("more than fits")
 

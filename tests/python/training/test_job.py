@@ -54,7 +54,7 @@ def test_files_and_output_of_a_run(straight):
     assert [(line["model"], line["stage"], line["step"]) for line in lines] == [
         (model, stage, step)
         for model in ("stick_breaking", "softmax_rope")
-        for stage, steps in (("short", 40), ("extended", 60))
+        for stage, steps in (("short", 30), ("extended", 20))
         for step in range(1, steps + 1)
     ]
     for line in lines:  # a micro-batch of each tenth step, over two context-parallel ranks
@@ -68,11 +68,11 @@ def test_files_and_output_of_a_run(straight):
         losses = [line["loss"] for line in lines if line["model"] == model]
         assert losses[0] == pytest.approx(5.55, abs=0.1) and sum(losses[-5:]) / 5 < 3.6, "the loss does not decrease"
         assert sorted(path.name for path in (out / model / "checkpoints").iterdir()) == [
-            "extended-000056",
-            "extended-000060",
+            "extended-000014",
+            "extended-000020",
             "latest",
-            "short-000035",
-            "short-000040",
+            "short-000028",
+            "short-000030",
         ]
         for stage, longest in (("short", 256), ("extended", 512)):
             evaluation = json.loads((out / "evaluation" / f"{model}.{stage}.json").read_text())
@@ -96,7 +96,7 @@ def test_files_and_output_of_a_run(straight):
         assert (out / picture).read_bytes().startswith(b"\x89PNG")
     assert list(out.glob("tensorboard/stick_breaking/events*"))
     bar = errors.replace("\r", "\n")
-    assert re.search(r"stick-breaking / extended \(64\): .*60/60 \[\d\d:\d\d<.*loss \d\.\d+, [\d,]+ tokens/s", bar)
+    assert re.search(r"stick-breaking / extended \(64\): .*20/20 \[\d\d:\d\d<.*loss \d\.\d+, [\d,]+ tokens/s", bar)
 
 
 def test_a_job_that_was_killed_and_stopped_resumes_to_the_same_bits(straight, config, tmp_path):
@@ -126,7 +126,7 @@ def test_a_job_that_was_killed_and_stopped_resumes_to_the_same_bits(straight, co
         r"stopped by SIGINT at step (\d+) of stick_breaking / extended; saved (\S+)\. Resume with: megatron-sb (.*)",
         output,
     )
-    assert stopped and Path(stopped[2]).is_dir() and int(stopped[1]) < 60
+    assert stopped and Path(stopped[2]).is_dir() and int(stopped[1]) < 20
     assert metrics(out)[-1]["step"] == int(stopped[1])
 
     script, _ = FORKED_TRAIN
@@ -140,7 +140,7 @@ def test_a_job_that_was_killed_and_stopped_resumes_to_the_same_bits(straight, co
     for path in (expected / "evaluation").iterdir():
         assert (out / "evaluation" / path.name).read_text() == path.read_text()
     for model in ("stick_breaking", "softmax_rope"):
-        checkpoint = Path(model) / "checkpoints" / "extended-000060"
+        checkpoint = Path(model) / "checkpoints" / "extended-000020"
         ours, theirs = state(out / checkpoint, tmp_path), state(expected / checkpoint, tmp_path)
         assert ours.keys() == theirs.keys() and any("exp_avg_sq" in name for name in ours)
         for name, value in theirs.items():
@@ -176,8 +176,8 @@ def test_a_run_is_not_overwritten_or_resumed_with_another_configuration(straight
         errors
     )
 
-    with pytest.raises(ValueError, match=r"stages\.0\.steps must be 40, .*, got 41"):
-        prepare_directory(load_config(config, ["stages.0.steps=41"]), str(out), resume=True)
+    with pytest.raises(ValueError, match=r"stages\.0\.steps must be 30, .*, got 31"):
+        prepare_directory(load_config(config, ["stages.0.steps=31"]), str(out), resume=True)
     with hold(out), pytest.raises(ValueError, match=f"another job is writing to {out}"):
         prepare_directory(load_config(config), str(out), resume=False)
 
@@ -195,11 +195,11 @@ def test_a_run_is_not_resumed_with_another_padding(straight, config):
 def test_a_run_starts_from_the_checkpoint_of_another(straight, config, tmp_path):
     out, _, _ = straight
     short = ["compare=[stick_breaking]", "stages.0.steps=5", "stages.1.steps=5", "evaluation.windows=1"]
-    start = out / "stick_breaking" / "checkpoints" / "extended-000060"
+    start = out / "stick_breaking" / "checkpoints" / "extended-000020"
     status, _, errors = train(config, f"initial_checkpoint={start}", *short, "--out", tmp_path / "out")
     assert status == 0, errors
     first, before = metrics(tmp_path / "out")[0], metrics(out)
-    assert first["loss"] < 4 < before[0]["loss"] and first["tokens"] < before[99]["tokens"]
+    assert first["loss"] < 4 < before[0]["loss"] and first["tokens"] < before[49]["tokens"]
     status, _, errors = train(config, "initial_checkpoint=nowhere", *short, "--out", tmp_path / "none")
     assert status == 2 and "initial_checkpoint must be" in errors and "got 'nowhere'" in errors, errors
     assert not (tmp_path / "none" / "config.yaml").exists()

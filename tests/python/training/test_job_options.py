@@ -39,6 +39,7 @@ from megatron_sb.training.command import Command
 from megatron_sb.training.config import load_config
 from megatron_sb.training.directory import prepare_directory
 
+ALONE = ["parallel.ranks=1", "stages.0.context_parallel_size=1", "stages.1.context_parallel_size=1"]
 TORCHRUN = Path(__file__).parents[3] / "examples" / "train_torchrun.sh"
 
 
@@ -71,7 +72,11 @@ def test_a_run_resumes_on_other_ranks(config, tmp_path):
 def test_evaluation_during_a_stage(config, tmp_path):
     """It changes no step, and the results are those of a run that was resumed before, at and after such a step."""
     options = ["stages.0.steps=10", "stages.1.steps=5", "checkpoint={interval: 4, keep: 9}"]
-    options += ["evaluation.windows=2", "attention.softmax_rope.evaluated_scalings=[none, ntk]", "report.interval=3"]
+    options += [
+        "evaluation={windows: 2, target_tokens: 16, length_factor: 2}",
+        "attention.softmax_rope.evaluated_scalings=[none, ntk]",
+        "report.interval=3",
+    ]
     plain, out, other = (tmp_path / name for name in ("plain", "out", "other"))
     status, _, errors = train(config, *options, "--out", plain)
     assert status == 0, errors
@@ -155,9 +160,8 @@ def test_attention_named_in_the_configuration(config, tmp_path):
 
 
 def test_profiled_steps_and_skipped_tiles(config, tmp_path, capsys):
-    alone = ["parallel.ranks=1", "stages.0.context_parallel_size=1", "stages.1.context_parallel_size=1"]
     short = ["compare=[stick_breaking]", "stages.0.steps=10", "stages.1.steps=5", "report.attention_interval=5"]
-    status, _, errors = train(config, *alone, *short, "--profile", "4:5", "--out", tmp_path)
+    status, _, errors = train(config, *ALONE, *short, "--profile", "4:5", "--out", tmp_path)
     assert status == 0, errors
     traces = sorted((tmp_path / "profile").iterdir())
     assert [trace.name for trace in traces] == ["stick_breaking.extended.json", "stick_breaking.short.json"]
@@ -170,7 +174,7 @@ def test_profiled_steps_and_skipped_tiles(config, tmp_path, capsys):
     for window, sentence in {
         "5:4": "--profile must be FIRST:LAST",
         "": "--profile must be FIRST:LAST",
-        "61:70": "--profile must start at step 60 or before",
+        "31:70": "--profile must start at step 30 or before",
     }.items():
         status = main(str(config), profile=window, out=str(tmp_path / "other"))
         errors = capsys.readouterr().err
@@ -178,8 +182,7 @@ def test_profiled_steps_and_skipped_tiles(config, tmp_path, capsys):
 
 
 def test_a_resumed_run_profiles_the_steps_that_are_left(config, tmp_path):
-    small = ["parallel.ranks=1", "stages.0.context_parallel_size=1", "stages.1.context_parallel_size=1"]
-    small += ["compare=[stick_breaking]", "stages.0.steps=6", "stages.1.steps=5", "checkpoint.interval=3"]
+    small = [*ALONE, "compare=[stick_breaking]", "stages.0.steps=6", "stages.1.steps=5", "checkpoint.interval=3"]
     out = tmp_path / "out"
     status, _, errors = train(config, *small, "--out", out)
     assert status == 0, errors
@@ -217,8 +220,7 @@ def test_a_run_that_diverges_keeps_its_last_good_checkpoint(config, tmp_path):
 def test_a_damaged_file_of_the_run_is_named(config, tmp_path):
     out = tmp_path / "out"
     short = ["compare=[stick_breaking]", "stages.0.steps=5", "stages.1.steps=5", "checkpoint={interval: 4, keep: 9}"]
-    short += ["parallel.ranks=1", *(f"stages.{stage}.context_parallel_size=1" for stage in (0, 1))]
-    status, _, errors = train(config, *short, "evaluation.windows=1", "--out", out)
+    status, _, errors = train(config, *short, *ALONE, "evaluation.windows=1", "--out", out)
     assert status == 0, errors
     damaged = out / "evaluation" / "stick_breaking.short.json"
     damaged.write_text("{")
@@ -260,7 +262,7 @@ def test_a_job_whose_output_nobody_reads_saves_after_a_signal(numbers, config, t
     """
     command = ["env", "--default-signal=HUP", sys.executable, "-m", "megatron_sb.cli", "train"]  # not ignored, as here
     out = tmp_path / "out"
-    with started(command, config, "checkpoint.interval=1000", "--out", out) as job:
+    with started(command, config, *ALONE, "checkpoint.interval=1000", "--out", out) as job:
         wait_for_step(job, out, "stick_breaking", "short", 1)
         job.stdout.close()
         for number in numbers:
@@ -296,7 +298,7 @@ def test_the_output_to_a_closed_terminal_is_dropped(monkeypatch):
 def test_a_job_whose_log_is_on_a_full_disk_continues(config, tmp_path):
     """The disk of the checkpoints can be another one. The line says why the log ends early."""
     short = ["compare=[stick_breaking]", "stages.0.steps=2", "stages.0.warmup_steps=1", "stages.1.steps=5"]
-    command = shlex.join([*map(str, (*TRAIN, config, *short, "--out", tmp_path / "out"))])
+    command = shlex.join([*map(str, (*TRAIN, config, *ALONE, *short, "--out", tmp_path / "out"))])
     status, _, errors = run_command(["bash", "-c", f"{command} > /dev/full"])
     assert status == 0 and errors.count("megatron-sb: standard output: No space left on device; continuing") == 1
     assert metrics(tmp_path / "out")[-1]["step"] == 5
@@ -349,14 +351,14 @@ def test_torchrun(config, tmp_path, monkeypatch):
     for name, value in {"PATH": path, "RANKS_PER_NODE": "2", "PORT": "0", "OMP_NUM_THREADS": "1"}.items():
         monkeypatch.setenv(name, value)
     small = ["stages.1.steps=5", "compare=[stick_breaking]", "report.tensorboard=false"]
-    with started([TORCHRUN], config, *small, "--out", tmp_path / "out", "--profile", "2:40") as job:
+    with started([TORCHRUN], config, *small, "--out", tmp_path / "out", "--profile", "2:30") as job:
         wait_for_step(job, tmp_path / "out", "stick_breaking", "short", 2)
         psutil.Process(job.pid).children()[0].send_signal(signal.SIGTERM)
         output, _ = job.communicate(timeout=40)
         assert (tmp_path / "out" / "profile" / "stick_breaking.short.json").exists()
     (resume,) = re.findall(r"Resume with: torchrun \.\.\. (.*)", output)
     run_ranks(2, shlex.split(resume), TIMEOUT_SECONDS)
-    assert [line["step"] for line in metrics(tmp_path / "out")] == [*range(1, 41), *range(1, 6)]
+    assert [line["step"] for line in metrics(tmp_path / "out")] == [*range(1, 31), *range(1, 6)]
 
 
 def test_the_number_of_ranks_must_be_that_of_torchrun(config, tmp_path):
@@ -438,13 +440,13 @@ def test_metrics_after_the_resumed_checkpoint_are_dropped(tmp_path, config):
 def test_later_stages_are_dropped_if_an_earlier_one_is_resumed(tmp_path, config):
     """As from an older checkpoint, if the newest one is damaged."""
     job = load_config(config, ["report.tensorboard=false"])
-    lines = [("short", 40, 4.0), ("extended", 60, 9.0)]
+    lines = [("short", 30, 4.0), ("extended", 20, 9.0)]
     lines = [{"model": "stick_breaking", "stage": stage, "step": n, "training_seconds": s} for stage, n, s in lines]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     written = report.Report(tmp_path, job, "a CPU")
     for stage in job.stages:
         written.evaluation("stick_breaking", stage, stage.steps, "none", [{"context": 16, "nll": 3.0}])
-    written.start_stage("stick_breaking", job.stages[0], Progress("short", 40, 100, {}, {}))
+    written.start_stage("stick_breaking", job.stages[0], Progress("short", 30, 100, {}, {}))
     written.end_stage()
     assert metrics(tmp_path) == lines[:1]
     assert [path.name for path in (tmp_path / "evaluation").iterdir()] == ["stick_breaking.short.json"]
