@@ -130,8 +130,9 @@ def test_a_stop_during_an_evaluation_within_a_stage_saves_its_step(config, tmp_p
     assert stopped and stopped[1].endswith("short-000005"), output
 
 
-def test_attention_named_in_the_configuration(config, tmp_path):
+def test_attention_named_in_the_configuration(config, tmp_path, monkeypatch):
     """Two kinds of attention that the file defines, and a built-in one, are trained, evaluated, drawn and resumed."""
+    monkeypatch.setenv("SB_DRAW", "1")
     variants = {
         "near": {"kind": "softmax", "position": "alibi", "window": 24, "stable_mask_gamma": 0.5},
         "learned": {"kind": "softmax", "position": "fire"},

@@ -6,6 +6,9 @@ MODULE is megatron_sb.training, megatron_sb.cli with the subcommand train, or to
 start of a rank differs from a user's job: a forked rank has already imported torch and Megatron-Core. The ranks are
 children of the supervisor or of torchrun. They run the same command with the same environment and file descriptors.
 Each has its own session, as in a user's job.
+
+Pictures are made but not drawn, unless the environment has SB_DRAW=1. The two of an evaluation take 0.4 s, as long as
+ten steps.
 """
 
 import multiprocessing
@@ -17,9 +20,11 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
 
+from matplotlib.figure import Figure
 from support.fork_server import run_program
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
@@ -101,7 +106,14 @@ def _run(command: Sequence[str], environment: dict[str, str], descriptors: tuple
         os._exit(status)
 
 
+def write_an_empty_picture(figure: Figure, file: Path, **options: object) -> None:
+    """Take the place of `Figure.savefig`."""
+    file.write_bytes(b"\x89PNG\r\n\x1a\n")
+
+
 if __name__ == "__main__":
+    if os.environ.get("SB_DRAW") != "1":
+        Figure.savefig, Figure.tight_layout = write_an_empty_picture, lambda figure: None
     supervisor.subprocess = SimpleNamespace(Popen=ForkedRank)
     subprocess_handler.Popen = ForkedRank
     del sys.argv[0]
