@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from support.fork_server import run_python
 
 from megatron_sb import compat
 from megatron_sb.integrations import stickbreaking_attention as package
@@ -94,7 +95,7 @@ def test_processes_that_a_program_spawns(tmp_path):
     "arguments", [[], ["missing.py"], ["-m"], ["-m", "missing"], ["-m", "missing.module"], ["-m", "os.missing"]]
 )
 def test_missing_programs(arguments, tmp_path):
-    command = [sys.executable, "-m", "megatron_sb.integrations.stickbreaking_attention", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    command = ["-m", "megatron_sb.integrations.stickbreaking_attention", *arguments]
+    done = run_python(command, folder=tmp_path, seconds=120)
     assert done.returncode == 1 and "usage: python -m" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
