@@ -128,3 +128,12 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def no_precompiled_headers():
+    """Let torch.compile give g++ its headers as they are. To precompile them takes longer than to use them twice."""
+    names = {"cpp_cache_precompile_headers", "aot_inductor.precompile_headers"}
+    config = torch._inductor.config
+    with config.patch(dict.fromkeys(names & config.get_config_copy().keys(), False)):
+        yield

@@ -221,6 +221,7 @@ class TestTorch:
         leaves = [value if value is None else value.requires_grad_() for value in arguments]
         torch.library.opcheck(ops.head_output.default, leaves, {"eps": EPS})
 
+    @pytest.mark.usefixtures("no_precompiled_headers")
     def test_compile(self):
         """A model with attention, head_output and pointwise operations gives the eager results, with generated code."""
 

@@ -109,6 +109,7 @@ class TestCompile:
             self.assert_same(compiled, model, x, cu(0, 30, 30, 80), max_seqlen, scale)
 
 
+@pytest.mark.usefixtures("no_precompiled_headers")
 def test_ahead_of_time_compilation(device, tmp_path):
     """A package of AOTInductor gives the results of the eager operator in each dtype, for other lengths too."""
     if device != "cpu":
