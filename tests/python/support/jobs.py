@@ -33,7 +33,7 @@ parallel: {{ranks: 2, device: cpu, threads_per_rank: 1, timeout_seconds: 60}}
 stages:
   - {{name: short, context_length: 32, steps: 30, rows_per_step: 4, rows_per_micro_batch: 2, learning_rate: 1e-2,
       warmup_steps: 4, schedule: power, context_parallel_size: 2}}
-  - {{name: extended, context_length: 64, steps: 20, rows_per_step: 4, learning_rate: 1e-2, warmup_steps: 4,
+  - {{name: extended, context_length: 64, steps: 30, rows_per_step: 4, learning_rate: 1e-2, warmup_steps: 4,
       schedule: exponential, context_parallel_size: 2}}
 evaluation: {{windows: 4, target_tokens: 16, length_factor: 8}}
 checkpoint: {{interval: 7, keep: 2}}

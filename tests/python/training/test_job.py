@@ -54,7 +54,7 @@ def test_files_and_output_of_a_run(straight):
     assert [(line["model"], line["stage"], line["step"]) for line in lines] == [
         (model, stage, step)
         for model in ("stick_breaking", "softmax_rope")
-        for stage, steps in (("short", 30), ("extended", 20))
+        for stage, steps in (("short", 30), ("extended", 30))
         for step in range(1, steps + 1)
     ]
     for line in lines:  # a micro-batch of each tenth step, over two context-parallel ranks
@@ -68,8 +68,8 @@ def test_files_and_output_of_a_run(straight):
         losses = [line["loss"] for line in lines if line["model"] == model]
         assert losses[0] == pytest.approx(5.55, abs=0.1) and sum(losses[-5:]) / 5 < 3.6, "the loss does not decrease"
         assert sorted(path.name for path in (out / model / "checkpoints").iterdir()) == [
-            "extended-000014",
-            "extended-000020",
+            "extended-000028",
+            "extended-000030",
             "latest",
             "short-000028",
             "short-000030",
@@ -96,7 +96,7 @@ def test_files_and_output_of_a_run(straight):
         assert (out / picture).read_bytes().startswith(b"\x89PNG")
     assert list(out.glob("tensorboard/stick_breaking/events*"))
     bar = errors.replace("\r", "\n")
-    assert re.search(r"stick-breaking / extended \(64\): .*20/20 \[\d\d:\d\d<.*loss \d\.\d+, [\d,]+ tokens/s", bar)
+    assert re.search(r"stick-breaking / extended \(64\): .*30/30 \[\d\d:\d\d<.*loss \d\.\d+, [\d,]+ tokens/s", bar)
 
 
 def test_a_job_that_was_killed_and_stopped_resumes_to_the_same_bits(straight, config, tmp_path):
@@ -126,7 +126,7 @@ def test_a_job_that_was_killed_and_stopped_resumes_to_the_same_bits(straight, co
         r"stopped by SIGINT at step (\d+) of stick_breaking / extended; saved (\S+)\. Resume with: megatron-sb (.*)",
         output,
     )
-    assert stopped and Path(stopped[2]).is_dir() and int(stopped[1]) < 20
+    assert stopped and Path(stopped[2]).is_dir() and int(stopped[1]) < 30
     assert metrics(out)[-1]["step"] == int(stopped[1])
 
     script, _ = FORKED_TRAIN
@@ -140,7 +140,7 @@ def test_a_job_that_was_killed_and_stopped_resumes_to_the_same_bits(straight, co
     for path in (expected / "evaluation").iterdir():
         assert (out / "evaluation" / path.name).read_text() == path.read_text()
     for model in ("stick_breaking", "softmax_rope"):
-        checkpoint = Path(model) / "checkpoints" / "extended-000020"
+        checkpoint = Path(model) / "checkpoints" / "extended-000030"
         ours, theirs = state(out / checkpoint, tmp_path), state(expected / checkpoint, tmp_path)
         assert ours.keys() == theirs.keys() and any("exp_avg_sq" in name for name in ours)
         for name, value in theirs.items():
@@ -195,11 +195,11 @@ def test_a_run_is_not_resumed_with_another_padding(straight, config):
 def test_a_run_starts_from_the_checkpoint_of_another(straight, config, tmp_path):
     out, _, _ = straight
     short = ["compare=[stick_breaking]", "stages.0.steps=5", "stages.1.steps=5", "evaluation.windows=1"]
-    start = out / "stick_breaking" / "checkpoints" / "extended-000020"
+    start = out / "stick_breaking" / "checkpoints" / "extended-000030"
     status, _, errors = train(config, f"initial_checkpoint={start}", *short, "--out", tmp_path / "out")
     assert status == 0, errors
     first, before = metrics(tmp_path / "out")[0], metrics(out)
-    assert first["loss"] < 4 < before[0]["loss"] and first["tokens"] < before[49]["tokens"]
+    assert first["loss"] < 4 < before[0]["loss"] and first["tokens"] < before[59]["tokens"]
     status, _, errors = train(config, "initial_checkpoint=nowhere", *short, "--out", tmp_path / "none")
     assert status == 2 and "initial_checkpoint must be" in errors and "got 'nowhere'" in errors, errors
     assert not (tmp_path / "none" / "config.yaml").exists()

@@ -441,7 +441,7 @@ def test_metrics_after_the_resumed_checkpoint_are_dropped(tmp_path, config):
 def test_later_stages_are_dropped_if_an_earlier_one_is_resumed(tmp_path, config):
     """As from an older checkpoint, if the newest one is damaged."""
     job = load_config(config, ["report.tensorboard=false"])
-    lines = [("short", 30, 4.0), ("extended", 20, 9.0)]
+    lines = [("short", 30, 4.0), ("extended", 30, 9.0)]
     lines = [{"model": "stick_breaking", "stage": stage, "step": n, "training_seconds": s} for stage, n, s in lines]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     written = report.Report(tmp_path, job, "a CPU")

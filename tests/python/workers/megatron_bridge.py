@@ -1,19 +1,22 @@
-"""Take a Llama through Megatron-Bridge on one CPU process: in, a few steps, out. Write the findings as JSON.
+"""Take a Llama through Megatron-Bridge in one process: in, a few steps, out. Write the findings as JSON.
 
-`megatron_bridge.py OUT.json`. Megatron-Bridge cannot be imported without Transformer Engine, so that its own modules
-get a stand-in with empty classes here. Megatron-Core does not see it, and uses its local layers.
+`megatron_bridge.py OUT.json [LENGTH]`. With a length, one row of so many tokens is trained in bf16 on a GPU with the
+layers of Transformer Engine. Without one, it runs on the CPU in fp32. Megatron-Bridge cannot be imported without
+Transformer Engine, so that its own modules then get a stand-in with empty classes. Megatron-Core does not see it, and
+uses its local layers.
 """
 
 import builtins
 import json
 import sys
 import types
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -25,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.megatron_cpu import answer_for_gpu, answer_for_streams
 
 VOCABULARY, STEPS = 128, 4
+REPEATED = 100  # tokens; on a GPU the row repeats them
 # What Megatron-Core needs without Transformer Engine and Apex.
 LOCAL = {
     "transformer_impl": "local",
@@ -61,8 +65,12 @@ class EmptyModule(types.ModuleType):
         return self.__dict__[name]
 
 
-def import_bridge() -> type:
-    """Return Megatron-Bridge's AutoBridge, imported with stand-ins for Transformer Engine."""
+def import_bridge(device: str) -> type:
+    """Return Megatron-Bridge's AutoBridge. On the CPU it is imported with stand-ins for Transformer Engine."""
+    if device != "cpu":
+        from megatron.bridge import AutoBridge
+
+        return AutoBridge
     root = EmptyModule("transformer_engine")
     root.pytorch = EmptyModule("transformer_engine.pytorch")
     stand_ins = {module.__name__: module for module in (root, root.pytorch)}
@@ -79,64 +87,107 @@ def import_bridge() -> type:
     return AutoBridge
 
 
-def save_llama(folder: Path) -> None:
+@dataclass
+class Run:
+    """How the Llama is trained."""
+
+    device: str
+    dtype: torch.dtype
+    options: dict  # of the provider
+    sizes: dict  # of the Llama
+    ids: torch.Tensor
+    learning_rate: float
+
+    @classmethod
+    def on_cpu(cls) -> "Run":
+        """Return a run in fp32 with Megatron-Core's local layers."""
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "initializer_range": 0.2}
+        return cls("cpu", torch.float32, LOCAL, sizes, torch.randint(VOCABULARY, (2, 48)), 0.1)
+
+    @classmethod
+    def on_gpu(cls, length: int) -> "Run":
+        """Return a run in bf16 with Transformer Engine, on one row of `length` tokens."""
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "initializer_range": 0.1}
+        options = {"bf16": True, "params_dtype": torch.bfloat16, "seq_length": length}
+        options["gradient_accumulation_fusion"] = False  # needs Apex
+        ids = torch.randint(VOCABULARY, (1, REPEATED)).repeat(1, length // REPEATED + 1)[:, :length]
+        return cls("cuda", torch.bfloat16, options, sizes, ids, 0.5)
+
+
+def save_llama(folder: Path, sizes: dict) -> None:
     """Save a small Llama with grouped heads, and a tokenizer, which Megatron-Bridge copies."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(3)
-    config = LlamaConfig(vocab_size=VOCABULARY, initializer_range=0.2, **sizes, **heads)
+    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, **sizes, **heads)
     LlamaForCausalLM(config).save_pretrained(folder)
     words = models.WordLevel({str(token): token for token in range(VOCABULARY)}, unk_token="0")
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(folder)
 
 
-def make_model(bridge):
+def make_model(bridge, run: Run):
     """Return a Megatron model of the Llama's sizes and weights with stick-breaking attention, as a user makes it."""
     provider = bridge.to_megatron_provider()
     provider.transformer_layer_spec = stickbreaking_block_spec
     provider.position_embedding_type = "none"
     provider.attention_dropout = 0.0
-    for name, value in LOCAL.items():
+    for name, value in run.options.items():
         setattr(provider, name, value)
     provider.finalize()
-    (model,) = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+    on_cpu = run.device == "cpu"
+    (model,) = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=on_cpu)
     return model
 
 
-def error(logits: torch.Tensor, folder: Path, ids: torch.Tensor) -> float:
-    """Return how far logits are from those of a folder's weights with the float64 reference, relative to the latter."""
-    model = checkpoints.load(folder, swap_attention=True).double()
-    with mock.patch.object(attention, "stickbreaking_attention", reference.stickbreaking_attention), torch.no_grad():
-        exact = model(ids).logits
-    return ((logits.double() - exact).abs().max() / exact.abs().max()).item()
+def error(logits: torch.Tensor, folder: Path, run: Run) -> float:
+    """Return how far logits are from those of a folder's weights, relative to the latter.
+
+    On the CPU, these are computed with the float64 reference. On a GPU, where that would not fit into memory, they are
+    those of this library's Llama in fp32, whose attention has other kernels than that of the Megatron model.
+    """
+    model = checkpoints.load(folder, swap_attention=True).to(run.device)
+    if run.device == "cpu":
+        with mock.patch.object(attention, "stickbreaking_attention", reference.stickbreaking_attention):
+            exact = model.double()(run.ids).logits
+    else:
+        exact = model.float()(run.ids).logits
+    return ((logits.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
-def main(out: Path) -> None:
+def main(out: Path, run: Run) -> None:
     """Take the Llama through, and write the findings."""
     source, target = out.with_name("llama"), out.with_name("exported")
-    save_llama(source)
-    bridge = import_bridge().from_hf_pretrained(str(source), torch_dtype=torch.float32)
-    model, ids = make_model(bridge), torch.randint(VOCABULARY, (2, 48))
+    run.ids = run.ids.to(run.device)
+    save_llama(source, run.sizes)
+    bridge = import_bridge(run.device).from_hf_pretrained(str(source), torch_dtype=run.dtype)
+    model = make_model(bridge, run)
     with torch.no_grad():
-        findings = {"before": error(model(ids, None, None), source, ids)}
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        findings = {"before": error(model(run.ids, None, None), source, run)}
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=run.learning_rate), []
     for _ in range(STEPS):
-        logits = model(ids, None, None)
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        logits = model(run.ids, None, None)
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), run.ids[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     bridge.save_hf_pretrained([model], str(target), show_progress=False)
     with torch.no_grad():
-        findings["after"] = error(model(ids, None, None), target, ids)
-    findings |= {"losses": losses, "layer": type(model.decoder.layers[0].self_attention.core_attention).__name__}
+        findings["after"] = error(model(run.ids, None, None), target, run)
+    module = model.module if run.dtype == torch.bfloat16 else model
+    attention_layer = module.decoder.layers[0].self_attention
+    findings |= {"losses": losses, "layer": type(attention_layer.core_attention).__name__}
+    findings["linear"] = type(attention_layer.linear_qkv).__name__
     out.write_text(json.dumps(findings))
 
 
 if __name__ == "__main__":
-    answer_for_gpu()
-    answer_for_streams()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    length = int(sys.argv[2]) if len(sys.argv) > 2 else None
+    if length is None:
+        answer_for_gpu()
+        answer_for_streams()
+    backend = "gloo" if length is None else "nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
-    main(Path(sys.argv[1]))
+    if length is not None:
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+    main(Path(sys.argv[1]), Run.on_cpu() if length is None else Run.on_gpu(length))
