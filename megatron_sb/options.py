@@ -28,7 +28,7 @@ MAX_HEAD_DIM_EUCLIDEAN = 248  # Euclidean logits take 8 more columns of q and k.
 
 
 def check_head_dim(name: str, head_dim: int, *, extra_columns: bool = False) -> None:
-    """Raise ValueError unless the kernels support a head_dim. extra_columns: of Euclidean logits, or of biases.
+    """Raise ValueError unless the kernels support a head_dim. extra_columns: with Euclidean logits or with biases.
 
     Example:
         >>> from megatron_sb.options import check_head_dim
@@ -74,8 +74,8 @@ def reach_and_step(reach: tuple[float, float], num_heads: int) -> tuple[float, f
     """Return the reach of the first head, and by how much that of a head differs from that of the head before it.
 
     Both are multiples of 2^-18, which are exact in fp32 up to 64. So a head has the same reach, bit for bit, in a call
-    with some of the heads. The operators compute it in the same way. The step is rounded towards 0, so that the last
-    head stays within the bounds.
+    with only some of the heads. The operators compute the reach in the same way. The step is rounded towards 0, so that
+    the last head stays within the bounds.
 
     Example:
         >>> from megatron_sb.options import reach_and_step
@@ -118,14 +118,14 @@ class AttentionOptions:
     Args:
         scale: factor of the logits, a finite number. Default: 1 / sqrt(head_dim), and 1 for Euclidean logits.
         attend_current: whether a query also attends to the key at its own position. Default: False, older keys only.
-        mass_threshold: once the mass of every row of Q in a tile is below this number, older keys are skipped. Changes
-            an output by at most mass_threshold * max |v|. In [0, 1); 0 disables skipping. Default: 2^-24.
+        mass_threshold: number in [0, 1). Once the mass of every row of Q in a tile is below this number, older keys are
+            skipped. This changes an output by at most mass_threshold * max |v|. 0 disables skipping. Default: 2^-24.
         logits: "dot" for z_ij = scale * q_j . k_i, or "euclidean" for z_ij = -scale * |q_j - k_i|^2 (NU-CS-2024-15).
             Default: "dot".
-        reach: the reach of the first and of the last head, two numbers from 1/64 to 64; the reach of the other
-            heads lies evenly between, in multiples of 2^-18. A head with reach a has an offset of its logits with which
-            beta = 2^-a where z_ij would be 0: its stick then lasts for about 2^a keys. Default: None, no offset, which
-            is a reach of 1.
+        reach: the reach of the first and of the last head, two numbers from 1/64 to 64. The values of the other heads
+            are evenly spaced between them, rounded to multiples of 2^-18. A head with reach a adds an offset to its
+            logits: beta is 2^-a if z_ij without the offset is 0, so the stick lasts for about 2^a keys. Default: None,
+            no offset, which is a reach of 1.
 
     Raises:
         TypeError: If scale, mass_threshold or reach is not numeric, or attend_current is not a bool.
@@ -171,7 +171,7 @@ class AttentionOptions:
 
 @dataclass(frozen=True)
 class LayerOptions(AttentionOptions):
-    """Options of an attention layer: those of the attention, and the learnable parts around it.
+    """Options of an attention layer: the options of the attention, and the learnable parts around it.
 
     Args:
         scale, attend_current, mass_threshold, logits, reach: see `AttentionOptions`.

@@ -1,4 +1,5 @@
-// Definitions of what g++ 12 and Debian 12 have and systems with glibc 2.28 lack. cmake/SbOlderSystems.cmake says why.
+// Definitions of functions that g++ 12 and Debian 12 have, but systems with glibc 2.28 do not.
+// cmake/SbOlderSystems.cmake explains why.
 #include <new>
 #include <sstream>
 #include <string>

@@ -1,6 +1,6 @@
-// The ring, and every other mode, on one screen. A KeySource brings the keys of all ranks to this rank, block by block,
-// and sends the gradients of the keys back to their owners. While this rank computes on one step's blocks, the blocks
-// of the next step arrive. A run is a sequence of blocks that arrive in order (plan/schedule.h).
+// The driver of the ring and of every other mode. A KeySource brings the keys of all ranks to this rank, block by
+// block, and sends the gradients of the keys back to their owners. While this rank computes on one step's blocks, the
+// blocks of the next step arrive. A run is a sequence of blocks that arrive in order (plan/schedule.h).
 //
 //   forward:
 //       for each step, for each block of the step:                   (each run gets its newest keys first)
@@ -14,9 +14,9 @@
 //           send the gradients of the block
 //
 // Both repeat this for each group of KV heads. Only all_gather has several groups. A step of a ring in zigzag may have
-// two blocks. They belong to different runs, so small ones are computed side by side. The documents that no other rank
-// has (own_documents.h) are computed while the first blocks arrive, and in the backward while the gradients travel,
-// which have twice as many bytes.
+// two blocks. They belong to different runs, so small blocks are computed side by side. Documents that no other rank
+// has (own_documents.h) are computed while the first blocks arrive. In the backward they are computed while the
+// gradients are sent, because gradients have twice as many bytes as keys.
 #include "distributed/driver.h"
 
 #include <ATen/ATen.h>

@@ -1,4 +1,5 @@
-// What the backward needs of one group of KV heads. Values of rows are (b, query heads of the group, rows of the run).
+// The data of one group of KV heads that the backward needs. Values of rows have the shape (b, query heads of the
+// group, rows of the run).
 #pragma once
 
 #include <ATen/core/Tensor.h>

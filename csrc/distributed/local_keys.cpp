@@ -1,4 +1,4 @@
-// This rank has all keys that its queries see: one block, no transfer.
+// This rank has all keys that its queries attend to: one block, no transfer.
 #include <ATen/ATen.h>
 
 #include "distributed/key_source.h"

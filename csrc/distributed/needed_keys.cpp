@@ -1,7 +1,7 @@
 // all_gather and p2p, if ranks need few key rows (KeyRowPlan): every rank gets the rows that it needs, and sends their
-// gradients back. The backward reads the rows that the forward has kept, or gets them again. Rows travel in ranges,
-// from their place in one tensor to their place in the other, without copies. Tensors have rows first: (rows, b, heads,
-// ..).
+// gradients back. The backward reads the rows that the forward has kept, or receives them again. Ranges of rows are
+// sent directly from the tensor of one rank to the tensor of the other, without copies. Tensors have rows first: (rows,
+// b, heads, ..).
 #include <ATen/ATen.h>
 
 #include "distributed/key_source.h"

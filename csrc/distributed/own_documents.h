@@ -1,5 +1,5 @@
 // The documents of a packed batch that only this rank has (KeyRowPlan::own). They need no transfer: one block call
-// computes them while the keys of the other documents travel.
+// computes them while the keys of the other documents are sent.
 #pragma once
 
 #include <ATen/core/Tensor.h>

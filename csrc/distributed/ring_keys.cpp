@@ -1,6 +1,6 @@
-// p2p: in each step, each lane moves its chunk of keys to the neighbouring rank (plan/schedule.h). In the backward the
-// gradients of a chunk follow one step behind it, so their transfer overlaps the compute of a step too. The last step
-// of the backward is at home: it has this rank's own keys, which need no transfer.
+// p2p: in each step, each lane moves its chunk of keys to the neighbouring rank (plan/schedule.h). In the backward, the
+// gradients of a chunk follow one step later, so their transfer overlaps the compute of a step too. The last step of
+// the backward has this rank's own keys, which need no transfer.
 #include <ATen/ATen.h>
 
 #include "distributed/key_source.h"

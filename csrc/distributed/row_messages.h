@@ -1,4 +1,4 @@
-// Messages with ranges of rows, from their place in the tensor of one rank to their place in that of another.
+// Messages that send ranges of rows directly from the tensor of one rank to the tensor of another rank.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,5 +1,5 @@
-// Splits the whole stream into the rows of each rank, and back. Gradients are those of the sum of all ranks' losses.
-// So the backward of shard gathers, and the backward of unshard sums over the ranks.
+// Splits the whole stream into the rows of each rank, and joins them again. Gradients are those of the sum of all
+// ranks' losses. So the backward of shard gathers, and the backward of unshard sums over the ranks.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 

@@ -1,4 +1,4 @@
-"""Geometric attention of the Neural Data Router, for encoders: nearer keys take their part of the stick first.
+"""Geometric attention of the Neural Data Router, for encoders. Nearer keys take their part of the stick first.
 
 Csordás, Irie and Schmidhuber, The Neural Data Router, arXiv 2110.07732, eq. 7. For query i and keys j != i:
 
@@ -49,9 +49,9 @@ def geometric_attention(
         v: (b, s, h, d_v), in q's dtype.
         left: (b, s, h), in any of these dtypes. Added to query i's logits of all keys j < i; -inf hides those keys.
         right: (b, s, h), in any of these dtypes. The same for keys j > i.
-        key_padding_mask: bool (b, s), True at padded positions. Their values are not read, they take nothing of a
-            stick, and their output and gradients are 0. The distances of other positions do not change. Default None:
-            no padding.
+        key_padding_mask: bool (b, s), True at padded positions. The values of these positions are not read, their
+            weights are 0, and their output and gradients are 0. The distances of other positions do not change. Default
+            None: no padding.
         scale: factor of the content logits. Default None: 1 / sqrt(d).
 
     Returns:

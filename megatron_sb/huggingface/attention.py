@@ -1,8 +1,8 @@
 """`attn_implementation="stickbreaking"` for the decoders of transformers.
 
 A transformers model passes queries, keys, values and a mask to the attention function that its configuration names.
-This function rejects everything that stick-breaking attention (Tan et al., arXiv 2410.17980) does not support, above
-all positions in queries and keys. The order of the keys replaces them.
+This function rejects everything that stick-breaking attention (Tan et al., arXiv 2410.17980) does not support. Above
+all, it rejects positions in queries and keys: the order of the keys replaces them.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ def register() -> None:
 def without_positions(config: PreTrainedConfig) -> PreTrainedConfig:
     """Disable rotary positions in the configuration of a decoder, in place.
 
-    Models made from the result, and checkpoints of these models, load only with attn_implementation="stickbreaking".
-    Weights keep their names and shapes. Weights that were trained with positions need further training.
+    Models that are made from the result, and checkpoints of these models, load only with
+    attn_implementation="stickbreaking". Weights keep their names and shapes. Weights that were trained with positions
+    need further training.
 
     Args:
         config: configuration of a decoder with rotary positions.
@@ -76,7 +77,7 @@ def without_positions(config: PreTrainedConfig) -> PreTrainedConfig:
         config.
 
     Raises:
-        TypeError: if config is no configuration of transformers, for example a model.
+        TypeError: if config is not a configuration of transformers, but for example a model.
         ValueError: if the configuration has no rope_parameters.
 
     Example:

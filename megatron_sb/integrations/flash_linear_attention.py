@@ -26,9 +26,10 @@ class _State:
 def install() -> None:
     """Compute the stick-breaking attention of flash-linear-attention with this library, in this process.
 
-    If the installed release can dispatch the function to backends, this library becomes its first backend. Otherwise
-    each imported module of `fla` gets this library's function in place of its own, and modules that are imported later
-    get it from there. A second call changes nothing. `uninstall` undoes it.
+    If the installed release can dispatch the function to backends, this library becomes the first backend. Otherwise,
+    this library's function replaces the original function in each imported module of `fla`, and modules that are
+    imported later import the replaced function. A second call changes nothing. `uninstall` restores the original
+    functions.
 
     Raises:
         ModuleNotFoundError: flash-linear-attention is not installed, or has no stick-breaking attention.

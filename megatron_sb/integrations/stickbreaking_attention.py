@@ -1,4 +1,4 @@
-"""Serve `import stickbreaking_attention` with this library, for programs that import the published package.
+"""Replace the package `stickbreaking_attention` by this library, for programs that import the published package.
 
 The package has the functions `sb_attn` and `sb_attn_varlen`. dolomite-engine imports them, and so did lm-engine until
 September 2025. A program runs unmodified under this module, also with torchrun:
@@ -29,8 +29,8 @@ _USAGE = f"usage: python -m megatron_sb.integrations.{PACKAGE} (SCRIPT.py | -m M
 def install() -> None:
     """Let `import stickbreaking_attention` give the functions of `megatron_sb.compat`, in this process.
 
-    Call it before the program imports the package, which need not be installed. A second call changes nothing.
-    `uninstall` undoes it.
+    Call it before the program imports the package. The package need not be installed. A second call changes nothing.
+    `uninstall` undoes the call.
 
     Raises:
         RuntimeError: if this process has already imported the published package.

@@ -184,14 +184,14 @@ def options_from_args(args: argparse.Namespace) -> dict:
     """Convert the parsed flags of `add_arguments` to keyword arguments of `with_stickbreaking`.
 
     Args:
-        args: result of a parser that went through `add_arguments`. Without --sb-cp-layout and --sb-packing, its
-            arguments for Megatron's data loader decide, if it has them.
+        args: result of a parser that went through `add_arguments`. Without --sb-cp-layout and --sb-packing, the
+            arguments for Megatron's data loader determine both values, if args has them.
 
     Returns:
         A dict with a value for each field of `StickBreakingOptions` except scale.
 
     Raises:
-        ValueError: if args lacks the flags.
+        ValueError: if args does not have the flags.
 
     Example:
         >>> import argparse

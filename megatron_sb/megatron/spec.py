@@ -85,7 +85,7 @@ def with_stickbreaking(spec, *, config=None, hybrid_layer_pattern: str | None = 
         A copy of `spec`, of the same type.
 
     Raises:
-        TypeError: if `spec` is of another kind, such as the function that makes one, or an option is unknown.
+        TypeError: if `spec` is another object, such as the function that makes a spec, or an option is unknown.
         ValueError: if an option has an invalid value, or the self-attention of a layer that becomes stick-breaking is
             neither Megatron's `SelfAttention` nor its `MLASelfAttention`. With `layers` this is raised when the layer
             is built.
@@ -265,15 +265,15 @@ def stickbreaking_block_spec(config, vp_stage: int | None = None, **options):
     """Make the spec of the layers of a pipeline stage, with stick-breaking attention in the chosen layers.
 
     The other parts are those of the spec that Megatron's scripts make for `config`: dense layers, experts, or layers of
-    a heterogeneous model. They use Transformer Engine if it is installed and `config.transformer_impl` says so.
+    a heterogeneous model. They use Transformer Engine if it is installed and `config.transformer_impl` selects it.
     Otherwise the function calls `install_stand_ins`.
 
-    It has the form that Megatron-Core (0.19, `--spec` and `GPTModelConfig`) and Megatron-Bridge
-    (`GPTModelProvider(transformer_layer_spec=...)`) call. Set options with
+    Megatron-Core (0.19, `--spec` and `GPTModelConfig`) and Megatron-Bridge
+    (`GPTModelProvider(transformer_layer_spec=...)`) call functions with this signature. Set options with
     `functools.partial(stickbreaking_block_spec, head_norm=True)`. The groups of `parallel_state` must be initialised.
 
     Args:
-        config: a TransformerConfig, which Megatron-Bridge's `GPTModelProvider` is too, or a `GPTModelConfig`.
+        config: a TransformerConfig, such as Megatron-Bridge's `GPTModelProvider`, or a `GPTModelConfig`.
         vp_stage: stage of a virtual pipeline. Default: None, without one.
         options: fields of `StickBreakingOptions`. In a script whose parser went through `add_arguments`, its `--sb-*`
             flags are the defaults.
@@ -282,7 +282,7 @@ def stickbreaking_block_spec(config, vp_stage: int | None = None, **options):
         A TransformerBlockSubmodules.
 
     Raises:
-        TypeError: if `config` is of another kind, or an option is unknown.
+        TypeError: if `config` is another object, or an option is unknown.
         ValueError: as `with_stickbreaking`. Or if the model has layers for multi-token prediction that Megatron would
             build from its own spec, with softmax attention.
 

@@ -1,13 +1,14 @@
 """Plain torch replacements for modules that Megatron-Core has only with Transformer Engine or Apex.
 
-`install_stand_ins` installs them for layer specs of the "local" kind. The launcher calls it. Call it in your own script
-before you build a model. It changes six places in Megatron-Core, for the whole process. Only the last one concerns
+`install_stand_ins` installs them for layer specs of the "local" kind. The launcher calls it. In your own script, call
+it before you build a model. It changes six places in Megatron-Core, for the whole process. Only the last change affects
 models that use Transformer Engine.
 
 - `WrappedTorchNorm` makes a `TorchNorm`, which supports sequence parallelism (`--sequence-parallel`).
 - Local layer specs with `--moe-grouped-gemm` get `GroupedExperts`.
 - `moe_utils.te_general_gemm` is None if it is undefined (Megatron-Core 0.16), so that routers use torch.
-- `multi_latent_attention.HAVE_TE` says whether Transformer Engine is installed (wrong in Megatron-Core 0.16).
+- `multi_latent_attention.HAVE_TE` tells whether Transformer Engine is installed (its value is wrong in Megatron-Core
+  0.16).
 - `DistributedOptimizer` loads the step count of torch's AdamW from its checkpoints (see optimizer_steps.py).
 - `DistributedOptimizer` saves models with several buckets of gradients without errors (see optimizer_buckets.py).
   Megatron-Core before 0.20 needs this with and without Transformer Engine.

@@ -64,7 +64,7 @@ def add_to_backward(x: Tensor, loss: Tensor) -> Tensor:
 
     Raises:
         TypeError: If an argument is not a tensor.
-        ValueError: If loss has another number of elements than 1.
+        ValueError: If loss does not have exactly one element.
 
     Example:
         >>> import torch

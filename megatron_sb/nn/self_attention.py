@@ -50,7 +50,7 @@ class StickBreakingSelfAttention(nn.Module):
 
     q, k, v = split(qkv_proj(x)),  o, P = attention(q, k, v),  out = out_proj(head_output(o, P))
 
-    The module needs no position embedding: the order of the keys carries their positions.
+    The module needs no position embedding, because the weights depend on the order of the keys.
 
     Args:
         hidden_size: channels of x.
@@ -66,19 +66,19 @@ class StickBreakingSelfAttention(nn.Module):
         norm_eps: number that the norm adds to the variance, at least 1e-30. Default: 1e-5.
         forget_gate: whether to multiply beta by f = sigmoid(gate_proj(x)), one for each key and KV head. The sigmoid is
             computed in fp32. The bias of gate_proj starts at OPEN_GATE (5). Default: False.
-        forget_gate_loss: coefficient of the auxiliary loss mean(-log f), which pushes gates towards open. Its gradient
-            is added in the backward (`megatron_sb.nn.gates.keep_gates_open`), without a factor of the main loss, such
-            as that of a GradScaler. After a forward, the attribute gate_loss is the mean over this rank's keys.
-            Default: 0.0.
+        forget_gate_loss: coefficient of the auxiliary loss mean(-log f), which pushes gates towards open. The backward
+            adds its gradient (`megatron_sb.nn.gates.keep_gates_open`). A factor of the main loss, such as that of a
+            GradScaler, does not change this gradient: if you scale the main loss, scale the coefficient equally. After
+            a forward, the attribute gate_loss is the mean over this rank's keys. Default: 0.0.
         logits: "dot" or "euclidean", see `stickbreaking_attention`. Default: "dot".
         reach: see `stickbreaking_attention`. (0.5, 10.0) is recommended for contexts from about 1000 on. Default: None.
         attend_current: see `stickbreaking_attention`. Default: False.
         scale: see `stickbreaking_attention`. Default: 1 / sqrt(d), and 1 for Euclidean logits.
         mass_threshold: see `stickbreaking_attention`. Default: 2^-24.
-        cp_group: context-parallel process group, or a `DeviceMesh` with one dimension: its ranks share each sequence.
-            A rank's parameter gradients then come from its own rows only, so sum them over the group. The auxiliary
-            loss of a rank counts by its share of the rows. copy.deepcopy shares the group. Default: None, no context
-            parallelism.
+        cp_group: context-parallel process group, or a `DeviceMesh` with one dimension. Its ranks share each sequence.
+            The parameter gradients of a rank then come only from its own rows, so sum them over the group. The
+            auxiliary loss of a rank is weighted by its share of the rows. copy.deepcopy shares the group. Default:
+            None, no context parallelism.
         layout: see `context_parallel_attention`. Not used without cp_group or a plan. Default: "zigzag".
         comm: "auto", "p2p", "all_gather" or "a2a", see `context_parallel_attention`. Not used without cp_group or a
             plan. Default: "auto".
@@ -87,7 +87,7 @@ class StickBreakingSelfAttention(nn.Module):
 
     Raises:
         TypeError: If an argument has a wrong type.
-        ValueError: If sizes do not fit each other, or an option has an invalid value.
+        ValueError: If sizes contradict each other, or an option has an invalid value.
 
     Example:
         >>> import torch

@@ -36,33 +36,34 @@ def stickbreaking_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute causal stick-breaking attention (Tan et al., arXiv 2410.17980, eq. 1).
 
-    Each query takes weights from a stick of length 1, newest key first. The order of the keys carries their positions,
-    so no position embedding is needed. Tensors may have any strides; those with another last stride than 1 are copied.
-    The function can be differentiated once.
+    Each query has a stick of length 1, and each key, from the newest to the oldest, takes a part of it. The weights
+    depend on the order of the keys, so no position embedding is needed. Tensors may have any strides. A tensor whose
+    last stride is not 1 is copied. The function can be differentiated once.
 
     Args:
         q: (b, s, h, d), bf16, fp16 or fp32, on CPU also fp64. d is a multiple of 8 and at most 256.
         k: (b, s_k, h_kv, d) with s_k >= s, in q's dtype. The queries are the last s of the s_k positions. h is a
             multiple of h_kv; query head i reads KV head i // (h / h_kv).
         v: (b, s_k, h_kv, d_v), in q's dtype.
-        scale: factor of the logits, a finite number. To learn it, multiply q by it. Default: 1 / sqrt(d), and 1 for
-            Euclidean logits. Models with Euclidean logits were trained best with 0.5 / sqrt(d).
+        scale: factor of the logits, a finite number. To learn a scale, multiply q by a parameter. Default: 1 / sqrt(d),
+            and 1 for Euclidean logits. Models with Euclidean logits trained best with 0.5 / sqrt(d).
         attend_current: whether a query also attends to the key at its own position. Default: False.
-        mass_threshold: number in [0, 1). Older keys are skipped once the mass of every query that reads them is below
-            it. This changes o by at most mass_threshold * max |v|. 0 disables skipping. Default: 2^-24.
+        mass_threshold: number in [0, 1). The kernels skip older keys once the mass of every query in a tile is below
+            this number. This changes o by at most mass_threshold * max |v|. 0 disables skipping. Default: 2^-24.
         return_mass: whether to return the mass as well. Default: False.
         logits: "dot" for z_ij = scale * q_j . k_i, or "euclidean" for z_ij = -scale * |q_j - k_i|^2 (NU-CS-2024-15).
             Euclidean logits need 8 more columns of q and k, so d is at most 248. Default: "dot".
-        forget_gate: f, (b, s_k, h_kv), for beta_ij = f_i * sigmoid(z_ij), in q's dtype or in fp32 (fp64 for fp64).
-            fp32 keeps 1 - f of a gate that is nearly open. Values are clamped to [0, 1]. A value outside has the
-            gradient at the bound, where torch.clamp has 0. The gradient is rounded to q's dtype. Default: no gate.
+        forget_gate: f, (b, s_k, h_kv), for beta_ij = f_i * sigmoid(z_ij), in q's dtype or in fp32 (fp64 for fp64). Use
+            fp32 so that 1 - f of a nearly open gate is not lost. Values are clamped to [0, 1]. A value outside of this
+            range has the gradient at the bound; with torch.clamp it would be 0. The gradient is rounded to q's dtype.
+            Default: no gate.
         query_bias: (b, s, h), added to the logits of each query, in q's dtype or in fp32 (fp64 for fp64). The gradient
-            is rounded to q's dtype. Biases need the 8 columns of Euclidean logits, so d is at most 248, and a scale
-            that is not 0. Default: no bias.
+            is rounded to q's dtype. Biases use the 8 columns of Euclidean logits, so d is at most 248. scale must not
+            be 0. Default: no bias.
         key_bias: (b, s_k, h_kv), added to the logits of each key, as query_bias. -inf hides the key. Default: no bias.
-        reach: the reach a of the first and of the last head, from 1/64 to 64; that of the other heads lies
-            evenly between, in multiples of 2^-18. The logits of a head have the offset -log(2^a - 1), so that
-            beta = 2^-a where z_ij would be 0. Default: no offset.
+        reach: the reach a of the first and of the last head, from 1/64 to 64. The values of the other heads are evenly
+            spaced between them, rounded to multiples of 2^-18. The logits of a head get the offset -log(2^a - 1), so
+            that beta = 2^-a if z_ij without the offset is 0. Default: no offset.
 
     Returns:
         o, (b, s, h, d_v), in q's dtype. With return_mass, (o, mass), where mass (b, h, s) is fp32 (fp64 for fp64). A

@@ -4,15 +4,15 @@ A stream of ``seq_len`` rows is split over the ranks of a group. It is one docum
 
 - ``layout="zigzag"`` splits the stream into 2 * ranks chunks. Rank r holds chunks r and 2 * ranks - 1 - r.
 - ``layout="contiguous"`` splits the stream into as many chunks as ranks. Rank r holds chunk r.
-- ``layout="balanced"`` splits the stream at any row, so that ranks have nearly equal work. Rank r holds several parts
-  of the stream, in the order of the stream.
+- ``layout="balanced"`` splits the stream at any row, so that ranks have nearly equal work. Rank r holds several ranges
+  of rows, in the order of the stream.
 - With ``cu_seqlens``, ``packing="per_document"`` splits every document in this way, as Megatron and Transformer Engine
   do. ``packing="whole_stream"`` splits the stream as a whole, at places that do not depend on the documents. A balanced
   layout does not use the packing.
 
-The stream and its documents can have any length. Where a length does not divide, some chunks get one row more, and
-documents take turns, so the rows of two ranks differ by at most one. Rows after the last document belong to no
-document. They are split like one more document.
+The stream and its documents can have any length. If a length cannot be divided equally, some chunks get one row more.
+The next document continues with the next chunk, so the numbers of rows of two ranks differ by at most one. Rows after
+the last document belong to no document. They are split like one more document.
 """
 
 import torch
@@ -72,7 +72,7 @@ def _text(name: str, value: object) -> str:
 
 
 class ContextParallelPlan:
-    """Hold the lengths and the segment tables of one batch, on which the ranks have agreed.
+    """Hold the lengths and the segment tables of one batch. The ranks have agreed on them.
 
     Make one plan for each batch, and pass it to all layers. The constructor is a collective over the group: the ranks
     check the lengths and agree on all arguments. Later calls with the plan neither wait for the device nor exchange
@@ -87,10 +87,10 @@ class ContextParallelPlan:
         layout: "zigzag", "contiguous" or "balanced". Default: "zigzag".
         packing: "per_document" or "whole_stream". Not used without cu_seqlens, or with layout "balanced". Default:
             "per_document".
-        equal_chunks: whether to raise an error if seq_len does not divide into equal chunks, or with "per_document" a
-            document. Use it where other code cuts them and needs such lengths, as Megatron's data loaders do. Default:
-            False.
-        local_len: rows of this rank, in place of seq_len, which is then the sum over the ranks. Default: None.
+        equal_chunks: whether to raise an error if seq_len, or with "per_document" the length of a document, cannot be
+            divided into equal chunks. Set it if other code cuts the stream and needs such lengths, as Megatron's data
+            loaders do. Default: False.
+        local_len: rows of this rank. Give it instead of seq_len, which is then the sum over the ranks. Default: None.
 
     Attributes:
         cp_group: the process group.
@@ -99,8 +99,8 @@ class ContextParallelPlan:
         size: number of ranks.
         seq_len: rows of the whole stream.
         local_len: rows of this rank: seq_len / size, on some ranks one more.
-        key_rows: rows of keys that this rank has with "all_gather": seq_len, or only those that its queries see, if the
-            ranks together then receive less than half.
+        key_rows: rows of keys that this rank has with "all_gather". It is seq_len, or only the rows that its queries
+            attend to, if all ranks together then receive less than half as many rows.
         key_rows_p2p: the same with "p2p": seq_len if chunks of keys move around the ring.
         packed: whether the plan was made with cu_seqlens.
         layout: see Args.
@@ -186,9 +186,9 @@ class ContextParallelPlan:
     ) -> ReceivedBytes:
         """Return how many bytes this rank receives from other ranks in one layer. It is computed at each call.
 
-        Keys, values and their gradients are counted, and with "a2a" and "a2a+p2p" also queries, outputs and their
-        gradients. The mass of `return_mass` and the extra columns of gates and biases are not. A gather or a
-        reduce-scatter counts the parts of the other ranks once, as in a ring of NCCL.
+        The count includes keys, values and their gradients, and with "a2a" and "a2a+p2p" also queries, outputs and
+        their gradients. It does not include the mass of `return_mass` and the extra columns of gates and biases. A
+        gather or a reduce-scatter counts the parts of the other ranks once, as in a ring of NCCL.
 
         Args:
             comm: "p2p", "all_gather", "a2a" or "a2a+p2p", see `context_parallel_attention`.
@@ -291,20 +291,21 @@ def context_parallel_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute the attention over a sequence that the ranks of a group share.
 
-    Every rank calls the function with its local rows and gets their outputs. Outputs and gradients equal those of one
-    rank with the whole sequence, up to rounding and up to what is skipped.
+    Every rank calls the function with its local rows and gets the outputs of these rows. Outputs and gradients equal
+    those of one rank with the whole sequence, up to rounding and up to what is skipped.
 
-    A call without a plan makes one, which is a collective and copies cu_seqlens to the host. In a group's first call
-    with new shapes or options, the ranks check that they agree on them. A rank that makes a known call does not check:
-    if another rank makes a new one, both wait for each other until the timeout of the group. Partial outputs, masses
-    and summed gradients are sent in fp32 (fp64 for fp64). The function can be differentiated once. Its backward is a
-    collective too.
+    A call without a plan makes a plan, which is a collective and copies cu_seqlens to the host. In the first call of a
+    group with new shapes or options, the ranks check that they agree on them. Later calls with these shapes and options
+    are known, and do not check. If one rank makes a known call and another rank a new call, both wait for each other
+    until the timeout of the group. Partial outputs, masses and summed gradients are sent in fp32 (fp64 for fp64). The
+    function can be differentiated once. Its backward is a collective too.
 
     Memory in addition to the local tensors:
 
     - "p2p" keeps about 8 * ranks bytes for each local row and head. With zigzag it also keeps two fp32 partial outputs
-      of half of the rows (of nearly all rows if many documents are packed per_document). It holds two chunks of keys
-      for each of two lanes, and in the backward three chunks of fp32 gradients for each lane.
+      of half of the rows (of nearly all rows if many documents are packed per_document). A ring has two lanes, which
+      move in opposite directions. For each lane it holds two chunks of keys, and in the backward three chunks of fp32
+      gradients.
     - "all_gather" holds the keys and values of the whole sequence for up to two groups of heads, in the backward with
       their fp32 gradients. A group is a quarter of the KV heads, at least one, and below 32768 rows all of them.
     - "a2a" keeps the exchanged queries, keys and values for the backward. They take as much memory as the local ones,
@@ -323,9 +324,9 @@ def context_parallel_attention(
         cp_group: the process group, or a `DeviceMesh` with one dimension. Required without a plan.
         plan: a plan for this batch. It holds layout, cu_seqlens and packing; cu_seqlens must then be None, and layout
             and packing must have their default or the plan's value. Default: None, make a plan.
-        comm: how this rank gets the keys that its queries see.
-            - "p2p": chunks of keys move around the ring of ranks. If each rank needs few keys, of short documents, only
-              these are sent, directly.
+        comm: how this rank gets the keys that its queries attend to.
+            - "p2p": chunks of keys move around the ring of ranks. If each rank needs few keys, as with short documents,
+              only these keys are sent, directly from rank to rank.
             - "all_gather": the keys of all ranks are gathered, one group of heads at a time.
             - "a2a": the ranks exchange heads for rows, so that each rank has all rows of its share of the heads. To
               exchange heads between n ranks, h must be a multiple of n, and h_kv a multiple or a divisor of n. With
@@ -352,12 +353,11 @@ def context_parallel_attention(
         zero gradients.
 
     Raises:
-        ValueError: If an argument has an invalid value, comm does not support the layout, or the ranks disagree.
-            While a plan is made, and in a call that is new on every rank, an error on one rank is raised on every
-            rank. A rank that makes a known call raises it after the timeout of the group (gloo).
-            Four errors are raised only on this rank at any time: a wrong number of dimensions of q without a plan, a
-            plan that contradicts other arguments, unknown logits, and hierarchical_groups that are not two groups of
-            the right ranks.
+        ValueError: If an argument has an invalid value, comm does not support the layout, or the ranks disagree. While
+            a plan is made, and in a call that is new on every rank, an error on one rank is raised on every rank. A
+            rank that makes a known call raises the error after the timeout of the group (gloo). Four errors are raised
+            only on this rank at any time: a wrong number of dimensions of q without a plan, a plan that contradicts
+            other arguments, unknown logits, and hierarchical_groups that are not two groups of the right ranks.
         TypeError: If an argument has a wrong type, or is a tensor that holds no elements, such as a DTensor or a
             FakeTensor, on the rank that has it.
         RuntimeError: If another rank is lost, or does not call the function before the timeout of the group. Or if the
@@ -433,8 +433,8 @@ def shard_positions(
         seq_len, layout, cu_seqlens, packing: see `ContextParallelPlan`. seq_len is required.
 
     Returns:
-        int64, (num_ranks, rows of the rank with the most), on the CPU. Entry (r, i) is the row of the whole sequence
-        that is local row i of rank r, or -1 if rank r has no row i: the last entry of a rank with one row less.
+        int64, (num_ranks, largest number of rows of a rank), on the CPU. Entry (r, i) is the position of local row i of
+        rank r in the whole sequence. If a rank has one row less, its last entry is -1.
 
     Raises:
         ValueError: If an argument is invalid.
@@ -518,9 +518,10 @@ def unshard_sequence(
     """Return the whole sequence from the rows of all ranks. This is the inverse of `shard_sequence`.
 
     The function is a collective, and so is its backward. The backward sums the gradients of all ranks in fp32 (fp64 for
-    fp64) and returns to each rank its rows (a reduce-scatter). If every rank computes the same loss from the whole
-    sequence, this loss therefore counts once for each rank: divide it by the number of ranks, or multiply it by 0 on
-    all ranks but one. If a rank leaves it out, the others wait until the timeout of the group. Differentiable once.
+    fp64) and returns to each rank its rows (a reduce-scatter). So if every rank computes the same loss from the whole
+    sequence, this loss counts once for each rank: divide it by the number of ranks, or multiply it by 0 on all ranks
+    except one. If a rank does not run the backward, the other ranks wait until the timeout of the group. The function
+    can be differentiated once.
 
     Args:
         x: this rank's rows, as `shard_sequence` returns them.

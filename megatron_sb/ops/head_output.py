@@ -27,7 +27,7 @@ def head_output(
         o: (b, s, h, d), or packed (t, h, d), as an attention function returns it. bf16, fp16 or fp32, on CPU also fp64.
             d is a multiple of 8 and at most 256.
         mass: (b, h, s), or packed (h, t), fp32 (fp64 for fp64), as an attention function returns it. Required with
-            remainder_bias; not read without it.
+            remainder_bias, and ignored without it.
         remainder_bias: r, (h * d,), in any of o's dtypes. Default: no remainder.
         norm_weight: (h * d,), in any of o's dtypes. Default: no norm.
         norm_bias: (h * d,), in any of o's dtypes. Valid only with norm_weight. Default: 0.

@@ -1,8 +1,8 @@
 """Attention of one or a few queries to a long cache of keys and values, for decoding.
 
 The formulas are those of `megatron_sb.ops.attention`. With forget gates, Euclidean logits or biases, a cache stores
-keys as the kernels read them, with more columns (`stored_keys`). So every cache that stores keys of any width can hold
-them.
+keys with more columns, in the form that the kernels read (`stored_keys`). So every cache that accepts keys of any width
+can hold these keys.
 """
 
 import torch
@@ -62,7 +62,7 @@ def stored_keys(
         forget_gate: f, (b, s, h_kv), in k's dtype or in fp32 (fp64 for fp64). The columns keep 24 bits of f. Default:
             no gates.
         key_bias: (b, s, h_kv), in k's dtype or in fp32 (fp64 for fp64). The columns keep 24 bits of key_bias / scale. d
-            is then at most 248. Queries with a query_bias need it too: pass zeros. Default: no biases.
+            is then at most 248. If only queries have biases, pass zeros. Default: no biases.
         scale: factor of the logits, the same as in the calls that read the cache. Used with key_bias. Default:
             1 / sqrt(d), and 1 for Euclidean logits.
 
@@ -138,9 +138,9 @@ def stickbreaking_attention_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention of the last positions of each sequence to the keys in a cache. It has no gradients.
 
-    The cache must hold the keys and values of the queries' own positions. Either append them before the call, or pass
-    them as k and v: the call then writes them into the cache first, after the cache_seqlens keys of each sequence. A
-    sequence's oldest keys are not read once the mass of its queries is below mass_threshold.
+    The cache must hold the keys and values of the queries' own positions. Append them before the call, or pass them as
+    k and v. The call then first writes them into the cache, after the cache_seqlens keys of each sequence. Once the
+    mass of the queries of a sequence is below mass_threshold, older keys of this sequence are not read.
 
     Args:
         q: (b, s_q, h, d), the last s_q positions of each sequence, bf16, fp16 or fp32, on CPU also fp64. d is a
@@ -149,10 +149,10 @@ def stickbreaking_attention_with_kvcache(
             multiple of h_kv. With Euclidean logits, forget gates or biases it holds `stored_keys`, and so does k.
         v_cache: (b, s_cache, h_kv, d_v), or with a block_table (num_blocks, block_size, h_kv, d_v), in q's dtype. With
             k and v, neither cache may be an expanded tensor.
-        cache_seqlens: int32, (b,), the number of valid keys of each sequence, including the s_q new ones but without
-            those in k. It counts from row 0 of the cache, also with cache_leftpad, and is not changed. May be 0. Later
-            rows of the cache are not read. On a GPU the values are not read by the host: the kernels clamp them
-            to the size of the cache.
+        cache_seqlens: int32, (b,), the number of valid keys of each sequence. It includes the s_q new keys if they are
+            already in the cache, but not those in k. It counts from row 0 of the cache, also with cache_leftpad. The
+            call does not change it. May be 0. Later rows of the cache are not read. On a GPU the host does not read the
+            values, and the kernels clamp them to the size of the cache.
         block_table: int32, (b, max_blocks). Key i of sequence n is row i % block_size of block
             block_table[n, i // block_size]. Entries after a sequence's last key are not read. Default: no blocks.
         cache_leftpad: int32, (b,), the row of the cache where each sequence begins. Default: 0.
@@ -160,8 +160,9 @@ def stickbreaking_attention_with_kvcache(
             cache_seqlens[n] + j, through the block_table if there is one. The queries are then the last s_q of
             cache_seqlens[n] + s_new positions. s_new may differ from s_q. On a CPU, a cache that is too short is an
             error. On a GPU, keys at positions beyond the cache, or in blocks that do not exist, are not written.
-            Sequences must not share the blocks that are written, otherwise one of the keys remains. Default: no keys.
-        v: (b, s_new, h_kv, d_v), their values. Given if and only if k is.
+            Sequences must not share the blocks that are written: otherwise one key overwrites the other. Default: no
+            keys.
+        v: (b, s_new, h_kv, d_v), the values of these keys. Required with k, and not valid without k.
         scale: see `stickbreaking_attention`, also for attend_current, mass_threshold, logits and return_mass.
         attend_current: see scale.
         mass_threshold: see scale.
@@ -169,8 +170,8 @@ def stickbreaking_attention_with_kvcache(
         forget_gate: whether the keys in k_cache, and those in k, have forget gates. Default: False.
         query_bias: (b, s_q, h), added to the logits of each query. See `stickbreaking_attention`. With dot-product
             logits it requires key_bias. Default: no bias.
-        key_bias: whether the keys in k_cache, and those in k, were stored with a key_bias, and with this call's scale.
-            Default: False.
+        key_bias: whether the keys in k_cache and in k were stored with a key_bias. They must have been stored with the
+            scale of this call. Default: False.
         reach: see scale. Keys are stored without it.
         return_mass: see scale.
 
@@ -289,7 +290,7 @@ class KVCache:
 
     Args:
         batch_size: number of sequences, b.
-        max_len: most positions of a sequence.
+        max_len: largest number of positions of a sequence.
         num_kv_heads: KV heads, h_kv.
         head_dim: channels of a key, d, a multiple of 8 and at most 256, with Euclidean logits or biases at most 248.
         head_dim_v: channels of a value, d_v, a multiple of 8 and at most 256. Default: head_dim.

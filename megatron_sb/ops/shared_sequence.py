@@ -1,4 +1,4 @@
-"""Context parallelism for models that call `stickbreaking_attention` and know nothing of other ranks."""
+"""Context parallelism for models that call `stickbreaking_attention` without any knowledge of other ranks."""
 
 import contextlib
 import functools
@@ -23,13 +23,13 @@ def shared_sequence(
     """Let the ranks of a group share one sequence, in a model that needs no change.
 
     In the `with` block, `stickbreaking_attention` takes and returns the local rows of the plan, and computes
-    `context_parallel_attention`. That holds for every thread of the process, and for models of transformers with
-    `attn_implementation="stickbreaking"`. Stick-breaking attention needs no positions, so the other layers of a model
-    that work on each row alone are right as they are. Shift labels before they are sharded: the next row of a local row
-    can be on another rank. `StickBreakingForCausalLM` raises for `labels` that it would shift itself.
+    `context_parallel_attention`. This holds for every thread of the process, and for models of transformers with
+    `attn_implementation="stickbreaking"`. Stick-breaking attention needs no positions. So layers that process each row
+    separately need no change. Shift labels before they are sharded, because the row after a local row can be on another
+    rank. `StickBreakingForCausalLM` raises ValueError for `labels`, because it would shift them itself.
 
-    Sum the parameters' gradients over the group, as with `context_parallel_attention`. Run the backward in the block
-    too if the model recomputes activations in it.
+    Sum the gradients of the parameters over the group, as with `context_parallel_attention`. If the model recomputes
+    activations in the backward, run the backward in the block too.
 
     Args:
         plan: the plan of the batch. If it is packed, the model has a batch of one row, which holds all documents.

@@ -40,13 +40,14 @@ def stickbreaking_attention_varlen(
         k: (t_k, h_kv, d), in q's dtype.
         v: (t_k, h_kv, d_v), in q's dtype.
         cu_seqlens: int32, (documents + 1,). Document n has the rows cu_seqlens[n] to cu_seqlens[n + 1] - 1 of q. The
-            first entry is 0. Documents may be empty. On a GPU the host does not read the values: the kernels
-            clamp offsets to t, and use the largest earlier offset in place of a smaller one.
-        max_seqlen: length of the longest document in tokens. Without it, the portable GPU kernels plan the backward as
-            if one document had all rows, which takes many launches. A CPU tensor cu_seqlens is checked against it. On a
-            GPU, the backward of a longer document may end with a device-side assertion. Default: None.
-        cu_seqlens_k: cu_seqlens of the keys, where they differ from those of the queries. In each document the queries
-            are the last positions of its keys. Default: cu_seqlens.
+            first entry is 0. Documents may be empty. On a GPU the host does not read the values. The kernels then clamp
+            offsets to t, and replace an offset that is smaller than an earlier one by the largest earlier offset.
+        max_seqlen: length of the longest document in tokens. Without this length, the portable GPU kernels plan the
+            backward as if one document had all rows, which takes many launches. If cu_seqlens is a CPU tensor, it is
+            checked against max_seqlen. On a GPU, the backward of a longer document may end with a device-side
+            assertion. Default: None.
+        cu_seqlens_k: cu_seqlens of the keys, if the keys have other document lengths than the queries. In each
+            document, the queries are the last positions of its keys. Default: cu_seqlens.
         max_seqlen_k: max_seqlen of the keys. Default: max_seqlen without cu_seqlens_k, else None.
         scale: see `stickbreaking_attention`, also for attend_current, mass_threshold, return_mass and logits.
         attend_current: see scale.

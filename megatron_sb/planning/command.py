@@ -87,8 +87,9 @@ def make_plans(
 
     Raises:
         TypeError: A number is of another type.
-        ValueError: A number is out of range, the model breaks no sticks, the stage is not one of the configuration, the
-            precision is not "bf16", the stage needs a teacher, or no layout of so many GPUs is valid.
+        ValueError: A number is out of range, the model is not a stick-breaking model, the stage is not in the
+            configuration, the precision is not "bf16", the stage needs a teacher, or no layout for this number of GPUs
+            is valid.
 
     Example:
         >>> from megatron_sb.planning.command import make_plans

@@ -6,8 +6,8 @@ This module counts the same tensors one by one, so that grouped heads and expert
 sequence parallelism divides all of them. Weights are bf16, gradients fp32, and the distributed optimizer keeps 12 bytes
 for each weight, divided over the data-parallel and context-parallel ranks.
 
-The result stands for the peak of torch's allocated memory. The allocator's fragments, the CUDA context and the buffers
-of NCCL need more: leave a margin.
+The result predicts the peak of torch's allocated memory. It does not include fragments of the allocator, the CUDA
+context and the buffers of NCCL. Leave a margin for these.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class LoadedModel:
             (len(tokens), vocab_size), in the model's dtype, on the CPU.
 
         Raises:
-            ValueError: A token is no integer or out of range, or there is none.
+            ValueError: A token is not an integer or is out of range, or tokens is empty.
         """
         size, found = self.config.vocab_size, np.asarray(tokens)
         are_integers = found.dtype.kind in "iu" and found.ndim == 1 and len(found) > 0
@@ -100,7 +100,7 @@ def load_run(run: str | Path, model: str | None = None, device: str | None = Non
         The model, until the end of the context.
 
     Raises:
-        FileNotFoundError: The folder holds no run, or the model has no checkpoint.
+        FileNotFoundError: The folder is not a run, or the model has no checkpoint.
         ValueError: The run has no such model, its checkpoint is damaged, or it needs a GPU and there is none. Or the
             process has a default process group.
 

@@ -41,9 +41,9 @@ struct AttentionOptions {
     // bias.
     std::optional<at::Tensor> query_bias = std::nullopt;
     std::optional<at::Tensor> key_bias = std::nullopt;
-    // The reach a of the first and of the last head, from 1/64 to 64; that of other heads lies evenly between, in
-    // multiples of 2^-18. The logits of a head have an offset with which beta = 2^-a where z would be 0. Default: no
-    // offset.
+    // The reach a of the first and of the last head, from 1/64 to 64. The values of the other heads are evenly spaced
+    // // between them, rounded to multiples of 2^-18. The logits of a head get an offset: beta is 2^-a if z without the
+    // offset // is 0. Default: no offset.
     std::optional<std::vector<double>> reach = std::nullopt;
 };
 
@@ -75,7 +75,7 @@ std::tuple<at::Tensor, at::Tensor> stickbreaking_attention(const at::Tensor& q, 
 // differentiated once. Rows after the last document get o = 0 and mass = 1.
 //
 // Throws the exceptions of stickbreaking_attention. The values of cu_seqlens are checked on a CPU only. On a GPU they
-// are clamped to the rows of q and k, so that the host need not wait for them.
+// are clamped to the rows of q and k, so that the host does not need to wait for them.
 std::tuple<at::Tensor, at::Tensor> stickbreaking_attention_varlen(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& cu_seqlens,
     const std::optional<at::Tensor>& cu_seqlens_k = std::nullopt, const AttentionOptions& options = {});
