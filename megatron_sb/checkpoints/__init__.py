@@ -6,7 +6,7 @@ Every conversion goes through `StickBreakingForCausalLM`. The formats are "huggi
 (Megatron-Core's distributed checkpoints), "dolomite" (dolomite-engine, lm-engine) and "fla" (flash-linear-attention).
 "megatron" and "fla" have no fields for the multipliers of muP: `save` folds these into the weights (`multipliers`).
 Models with softmax attention can be read too, with `swap_attention`: "llama", and "megatron" checkpoints of such runs.
-A "llama" without positions, whose attention is stick-breaking, is read as it is.
+A "llama" without positions already has stick-breaking attention, and is read without `swap_attention`.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ def load(
     """Read a model in any of `FORMATS` onto the CPU.
 
     Args:
-        source: folder of the checkpoint; its format is detected. Or a run of `megatron-sb train`, or one of its
-            models: this stands for the newest checkpoint.
-        config: configuration of a "megatron" checkpoint, which does not hold one. Either a training configuration
-            (YAML), or the folder or config.json of a "huggingface" model. Default: config.yaml of the run that
-            contains the checkpoint.
+        source: folder of the checkpoint; its format is detected. For a run of `megatron-sb train`, or one of its
+            models, the newest checkpoint is read.
+        config: configuration of a "megatron" checkpoint, because such a checkpoint does not contain it. It is a
+            training configuration (YAML), or the folder or config.json of a "huggingface" model. Default: config.yaml
+            of the run that contains the checkpoint.
         swap_attention: read the weights of a model with softmax attention, "llama" or a "megatron" checkpoint of
             such a run, and give it stick-breaking attention. The weights were trained for softmax, so the model needs
             training. Must be False for a "llama" without positions. Default False.
@@ -98,7 +98,8 @@ def load(
         ValueError: if an option cannot be converted, or a weight is missing, unexpected or of the wrong shape. Or if
             `config` is given for a format that stores its configuration. Or if the model has softmax attention without
             swap_attention, or stick-breaking attention with it. Or if kv_heads is missing, unknown, contradicts
-            config.json, or is given for another format. Or if `config` has multipliers, which "megatron" lacks.
+            config.json, or is given for another format. Or if `config` has multipliers, because the format "megatron"
+            has no multipliers.
 
     Example:
         >>> import tempfile
@@ -183,9 +184,9 @@ def save(model: StickBreakingForCausalLM, out: str | Path, to: str, tokenizer: s
     Raises:
         FileNotFoundError: if `tokenizer` is not a folder.
         ValueError: if `model` is not a `StickBreakingForCausalLM`, `to` is not one of `FORMATS`, `out` exists, or the
-            model has an option that the format lacks. Or if the weights are not those that the model's configuration
-            describes, as with adapters. Or if a multiplier cannot be folded: it is 0 or not finite, or a weight
-            overflows its dtype.
+            model has an option that the format does not support. Or if the weights are not those that the model's
+            configuration describes, as with adapters. Or if a multiplier cannot be folded: it is 0 or not finite, or a
+            weight overflows its dtype.
         CheckpointError: if the folder cannot be written, for example because the disk is full.
 
     Example:

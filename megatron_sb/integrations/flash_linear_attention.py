@@ -1,8 +1,7 @@
 """Run the stick-breaking models of flash-linear-attention (package `fla`) on this library's kernels.
 
-The layer and the models of that package compute stick-breaking attention with one function of theirs,
-`parallel_stickbreaking_attn`. `install` puts `megatron_sb.compat.parallel_stickbreaking_attn` in its place, which has
-the same interface.
+The layer and the models of `fla` compute stick-breaking attention with the function `parallel_stickbreaking_attn`.
+`install` replaces it by `megatron_sb.compat.parallel_stickbreaking_attn`, which has the same interface.
 """
 
 import functools

@@ -332,10 +332,10 @@ def context_parallel_attention(
               exchange heads between n ranks, h must be a multiple of n, and h_kv a multiple or a divisor of n. With
               fewer KV heads than ranks, each KV head goes to several ranks.
             - "a2a+p2p": "a2a" within the a2a group, and "p2p" over the p2p group.
-            - "auto": "all_gather" if the layout is "balanced" and each rank needs so few keys that it receives at most
-              9/8 of what it would receive with "a2a"; else "a2a" if the heads can be exchanged and a rank's share has
-              at least 32768 rows (its heads times the rows of the sequence); else "all_gather" if the gathered keys
-              and values in memory at a time take at most 1 GiB, or if the layout is "balanced"; else "p2p".
+            - "auto": the first of these modes whose condition holds. "all_gather" if the layout is "balanced" and each
+              rank receives at most 9/8 of what it would receive with "a2a". "a2a" if the heads can be exchanged and a
+              rank's share has at least 32768 rows (its heads times the rows of the sequence). "all_gather" if the
+              gathered keys and values take at most 1 GiB at a time, or if the layout is "balanced". Else "p2p".
             With the layout "balanced" there is no ring, and "p2p" does the same as "all_gather". Default: "auto".
         layout, cu_seqlens, packing: see `ContextParallelPlan`.
         hierarchical_groups: (a2a group, p2p group) of this rank for "a2a+p2p", as Megatron makes them: rank in the

@@ -1,10 +1,10 @@
 """Predict the memory of a GPU in training: weights, gradients, optimizer, activations.
 
-Megatron's count (Korthikanti et al., arXiv 2205.05198), for a layer without dropout and with attention that keeps no
-weights, is 16 hidden_size + 6 ffn_hidden_size bytes for each token, in bf16 and with as many KV heads as query heads.
-This module counts the same tensors one by one, so that grouped heads and experts are covered. Tensor parallelism with
-sequence parallelism divides all of them. Weights are bf16, gradients fp32, and the distributed optimizer keeps 12 bytes
-for each weight, divided over the data-parallel and context-parallel ranks.
+Megatron's count (Korthikanti et al., arXiv 2205.05198) is 16 hidden_size + 6 ffn_hidden_size bytes for each token and
+layer. It holds in bf16, without dropout, if the attention keeps no weights and there are as many KV heads as query
+heads. This module counts the same tensors one by one, so that grouped heads and experts are covered. Tensor parallelism
+with sequence parallelism divides all of them. Weights are bf16, gradients fp32, and the distributed optimizer keeps 12
+bytes for each weight, divided over the data-parallel and context-parallel ranks.
 
 The result predicts the peak of torch's allocated memory. It does not include fragments of the allocator, the CUDA
 context and the buffers of NCCL. Leave a margin for these.

@@ -1,10 +1,10 @@
 """Predict the seconds of a training step from recorded rates of kernels, memory and links.
 
-A step is the sum of matrix products at one rate, of passes over memory at another, of attention by the model of
-`megatron_sb.planning.context_parallel`, and of transfers that no kernel hides. The host may need longer to start the
-kernels than the GPU to run them; the larger of both times counts. Every row is one document.
+The time of a step is a sum of four terms: matrix products at one rate, passes over memory at another rate, attention by
+the model of `megatron_sb.planning.context_parallel`, and transfers that no kernel hides. The host may need more time to
+start the kernels than the GPU needs to run them; the larger of both times counts. Every row is one document.
 
-One set of rates serves all sizes and layouts. They were fitted by hand to the training records of 2026-11-22:
+All sizes and layouts use the same rates. The rates were fitted by hand to the training records of 2026-11-22:
 benchmarks/results/2026-11-22-h200-training.md, 2026-11-22-2xh200-layouts.md, 2026-11-22-2xh200-context-extension.json.
 docs/planning.md lists the deviations, and a test bounds them.
 """

@@ -1,8 +1,9 @@
 """Causal softmax attention with the position encodings that stick-breaking attention is compared with.
 
-attention.py has the module, positions.py the position encodings, stable_mask.py StableMask, forget_gates.py forget
-gates, kernels.py the kernels and the choice between them, and offsets.py the lengths, positions and masks of packed
-documents. context_parallel.py computes a sequence that several ranks share, with shards.py, blocks.py and exchange.py.
+The module is in attention.py. The position encodings are in positions.py, StableMask in stable_mask.py, and forget
+gates in forget_gates.py. kernels.py has the kernels and chooses between them. offsets.py has the lengths, positions and
+masks of packed documents. context_parallel.py computes a sequence that several ranks share, with shards.py, blocks.py
+and exchange.py.
 """
 
 from megatron_sb.baselines.softmax.attention import Position, SoftmaxAttention
