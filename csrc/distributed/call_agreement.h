@@ -14,9 +14,9 @@
 // - A rank also publishes its history: how many calls it has made, and a checksum of their order and of the documents
 //   of their plans. Ranks with different histories have exchanged data of different calls, so they throw.
 // - A rank with an invalid argument may repeat its call with a valid argument. If the call is known, the other ranks
-//   have // not asked, and the repeated call completes their calls. Later they find the published error under the
-//   number of // their next new call. The error is out of date, because its rank had made fewer calls at that time. All
-//   ranks then // skip this number.
+//   have not asked, and the repeated call completes their calls. Later they find the published error under the number
+//   of their next new call. The error is out of date, because its rank had made fewer calls at that time. All ranks
+//   then skip this number.
 #pragma once
 
 #include <chrono>

@@ -1,7 +1,8 @@
-// How keys reach a rank and how their gradients return: the only part of context parallelism that differs by mode. Keys
-// and values are sent in their own dtype, and their gradients in the accumulation type (fp32; fp64 for fp64). They //
+// How keys reach a rank and how their gradients return: the only part of context parallelism that differs by mode.
+//
+// Keys and values are sent in their own dtype, and their gradients in the accumulation type (fp32; fp64 for fp64). They
 // form one tensor kv (b, rows, kv heads, d + d_v). If ranges of rows are sent without copies (needed_keys.cpp), keys
-// and // values are separate tensors.
+// and values are separate tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -42,8 +42,8 @@ struct AttentionOptions {
     std::optional<at::Tensor> query_bias = std::nullopt;
     std::optional<at::Tensor> key_bias = std::nullopt;
     // The reach a of the first and of the last head, from 1/64 to 64. The values of the other heads are evenly spaced
-    // // between them, rounded to multiples of 2^-18. The logits of a head get an offset: beta is 2^-a if z without the
-    // offset // is 0. Default: no offset.
+    // between them, rounded to multiples of 2^-18. The logits of a head get an offset: beta is 2^-a if z without the
+    // offset is 0. Default: no offset.
     std::optional<std::vector<double>> reach = std::nullopt;
 };
 
