@@ -422,7 +422,7 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
         keep_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         keep_routing = _wants_router_logits(self.config, output_router_logits)
         states, routing = [], []
-        for layer in self.layers:
+        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer for assistant_early_exit of generate()
             if keep_states:
                 states.append(x)
             if keep_routing:

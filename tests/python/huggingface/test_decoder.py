@@ -198,6 +198,13 @@ def test_a_second_turn_computes_only_new_tokens(cache, padding):
     assert found == [decoders.chosen(model, row, 3) for row in rows]
 
 
+def test_drafts_of_the_first_layers():
+    """assistant_early_exit drafts tokens with some of the layers, and chooses those of greedy generation."""
+    model, row = make_model(), tokens(1, 9)
+    found = model.generate(row, assistant_early_exit=1, max_new_tokens=6, do_sample=False)
+    assert found[0, 9:].tolist() == decoders.chosen(model, row, 6)
+
+
 @pytest.mark.parametrize("padding", [None, "left", "right"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("variant", ["gates", "Euclidean", "gates, Euclidean"])
