@@ -94,6 +94,8 @@ def without_positions(config: PreTrainedConfig) -> PreTrainedConfig:
         raise ValueError(f"config must have rope_parameters, got {text.model_type!r} without them.")
     for parameters in _rope_by_layer(rope).values():
         if parameters is not None:
+            if parameters.get("rope_type") == "proportional":  # its frequencies are for all channels, some of them 0
+                parameters.pop("partial_rotary_factor", None)
             parameters["rope_type"] = NO_ROTATION
     return config
 

@@ -377,6 +377,13 @@ def test_rotary_parameters_by_layer():
     torch.testing.assert_close(logits(make_model(config), ids), oracle_logits(config, ids), atol=2e-5, rtol=1e-4)
 
 
+def test_rotary_parameters_of_some_channels():
+    """The rope_type "proportional" (Gemma 4) has angles for all channels, whatever its partial_rotary_factor is."""
+    rope = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 10000.0}
+    config, ids = without_rotation(rope_parameters=rope), tokens(1, 8)
+    torch.testing.assert_close(logits(make_model(config), ids), oracle_logits(config, ids), atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
