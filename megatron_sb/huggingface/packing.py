@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
 from megatron_sb.ops.snapshot import Snapshot
+from megatron_sb.validation import check_optional_tensors
 
 
 @dataclass(frozen=True)
@@ -218,12 +219,19 @@ def document_mask(positions: Tensor | None, bounds: Tensor | None, shape: tuple[
     Returns:
         The mask, or None if each row is a single document.
 
+    Raises:
+        TypeError: if bounds are no tensor of integers.
+        ValueError: if bounds are not offsets of a single row of s tokens. In a compiled graph the device checks values.
+
     Example:
         >>> import torch
         >>> from megatron_sb.huggingface.packing import document_mask
         >>> document_mask(torch.tensor([[0, 1, 2, 0, 1]]), None, (1, 5))
         tensor([[1, 1, 1, 2, 2]], dtype=torch.int32)
     """
+    check_optional_tensors({"cu_seq_lens_q": bounds})
+    if bounds is not None and (bounds.is_floating_point() or bounds.dtype == torch.bool):
+        raise TypeError(f"cu_seq_lens_q must have an integer dtype, got {bounds.dtype}.")
     source = positions if bounds is None else bounds
     if source is None or (bounds is None and (positions.dim() != 2 or positions.shape[1] != shape[1])):
         return None

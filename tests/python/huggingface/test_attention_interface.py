@@ -243,6 +243,18 @@ def test_bounds_must_match_the_row(bounds):
         logits(make_model(without_rotation()), tokens(1, 8), cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32))
 
 
+@BOTH_MODELS
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [([0, 3, 8], "torch.Tensor list"), (torch.tensor([0, 3.5, 8]), "integer dtype torch.float32")],
+    ids=["list", "fractions"],
+)
+def test_bounds_must_be_integers(make, bounds, words):
+    """Offsets that are no integers would be rounded."""
+    with pytest.raises(TypeError, match=mentions(f"cu_seq_lens_q {words}")):
+        make()(tokens(1, 8), cu_seq_lens_q=bounds)
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generation(cache):
     """Generation with a cache and left padding chooses the tokens of whole forwards without a cache."""
