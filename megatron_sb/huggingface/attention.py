@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, Cache, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -307,6 +307,15 @@ def attention_mask(
     mask.is_padding_only = mask_function is causal_mask_function
     mask.has_padding = kept is not None and not bool(kept.all())
     return mask
+
+
+def check_keeps_keys(cache: Cache | None) -> None:
+    """Raise ValueError if a layer of a cache drops its oldest keys. `attention_mask` sees only one of the layers."""
+    if any(getattr(layer, "is_sliding", False) for layer in getattr(cache, "layers", ())):
+        raise ValueError(
+            f"cache must keep all keys, got {type(cache).__name__} with sliding windows. Make it for a configuration "
+            "without sliding_window and layer_types."
+        )
 
 
 def check_options(config: PreTrainedConfig) -> None:

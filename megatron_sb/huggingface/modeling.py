@@ -22,7 +22,7 @@ from transformers.modeling_outputs import (
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils import can_return_tuple
 
-from megatron_sb.huggingface.attention import NAME, attend
+from megatron_sb.huggingface.attention import NAME, attend, check_keeps_keys
 from megatron_sb.huggingface.configuration import StickBreakingConfig
 from megatron_sb.huggingface.operators import head_output, shared_plan, stored_keys
 from megatron_sb.huggingface.packing import check_position_shape, of_step_mask, with_documents
@@ -33,7 +33,6 @@ from megatron_sb.validation import check_optional_tensors
 
 # The field of outputs that holds the cache. transformers 5.24 renamed it, and the argument of the same name.
 CACHE_FIELD = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
-
 
 # Layers of quantized caches. transformers before 5.24 has no common base class.
 _QUANTIZED = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
@@ -409,6 +408,7 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
         cache = _given_cache(self, cache, past_key_values)
         if use_cache and cache is None and not self.training:
             cache = DynamicCache(config=self.config)
+        check_keeps_keys(cache)
         is_of_rows = attention_mask is not None and attention_mask.shape == x.shape[:2]
         # Documents of position_ids count if the mask has no padding. A graph does not read its values, so it breaks.
         reads_values = position_ids is not None and is_of_rows

@@ -423,6 +423,16 @@ def test_quantized_caches_need_plain_keys(variant):
     torch.testing.assert_close(model(ids, cache=Cache(layers=layers)).logits, model(ids).logits)
 
 
+@pytest.mark.parametrize("kind", ["given", "made"])
+def test_caches_with_sliding_windows(kind):
+    """Also where only the second layer drops keys: its weights would be those of other keys."""
+    windows = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}
+    cache = DynamicCache(config=StickBreakingConfig(**SIZES | windows))
+    model, arguments = (make_model(), {CACHE_FIELD: cache}) if kind == "given" else (make_model(**windows), {})
+    with pytest.raises(ValueError, match=mentions("cache must keep all keys DynamicCache sliding windows")):
+        model.generate(tokens(1, 6), max_new_tokens=2, **arguments)
+
+
 @pytest.mark.parametrize("name", ["labels", "shift_labels"])
 def test_labels_of_a_wrong_shape(name):
     """The loss flattens labels: those of another shape gave a loss of other tokens."""
