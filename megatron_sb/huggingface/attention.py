@@ -276,6 +276,8 @@ def attention_mask(
         )
     _require(kv_offset == 0, "kv_offset (a cache that drops its oldest keys)", kv_offset, "0")
     if attention_mask is not None:
+        if attention_mask.shape == (batch_size, 0) and kv_length:  # an unsupported one, made before (PaliGemma)
+            return attention_mask
         check_mask_shape(attention_mask, batch_size)
     has_rows = attention_mask is not None and attention_mask.shape == (batch_size, q_length) and q_length == kv_length
     if torch.compiler.is_compiling() and mask_function is causal_mask_function and has_rows:

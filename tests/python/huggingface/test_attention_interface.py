@@ -196,6 +196,13 @@ def test_masks_of_a_wrong_shape(make, shape):
         make()(tokens(2, 8), attention_mask=torch.ones(shape, dtype=torch.long))
 
 
+def test_a_mask_that_is_made_twice():
+    """PaliGemma passes its masks to its decoder, which makes them again. The error is about the mask of the model."""
+    seen_by_all = attention.attention_mask(2, 8, 8, mask_function=lambda batch, head, query, key: key >= 0)
+    with pytest.raises(ValueError, match=mentions("attention_mask must be causal another mask of the model")):
+        make_model(without_rotation())(tokens(2, 8), attention_mask=seen_by_all.bool())
+
+
 @BOTH_MODELS
 @pytest.mark.parametrize("columns", [1, 8])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
