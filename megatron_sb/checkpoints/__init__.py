@@ -138,7 +138,7 @@ def load(
             else:
                 model_config, weights = {"fla": fla, "llama": llama}[source_format].load(source)
     model = _model_with_weights(model_config, weights, source)
-    if source_format == "huggingface" and (source / "generation_config.json").exists():
+    if (source / "generation_config.json").exists():  # of every format that transformers wrote
         with files.naming_config(source / "generation_config.json"):
             read_json_object(source / "generation_config.json")  # its error names the file
             # Not from_dict: transformers refuses to save some values, except in a configuration that was read here.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.decoders import TO_CONVERT, make_model
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from megatron_sb import checkpoints, cli
 from megatron_sb.huggingface import without_positions
@@ -87,6 +87,13 @@ def test_rotary_parameters_of_a_wrong_type(rope, tmp_path):
     (source / "config.json").write_text(json.dumps(fields | {"rope_parameters": rope}))
     with pytest.raises(InputError, match=r"config\.json: "):
         checkpoints.load(source, swap_attention=True)
+
+
+def test_the_generation_config_is_kept(tmp_path):
+    """Its end tokens can differ from those of config.json, as in models that follow instructions."""
+    source = saved_llama(tmp_path / "llama")
+    GenerationConfig(eos_token_id=[3, 4]).save_pretrained(source)
+    assert checkpoints.load(source, swap_attention=True).generation_config.eos_token_id == [3, 4]
 
 
 def test_the_command_and_back(tmp_path, capsys):
