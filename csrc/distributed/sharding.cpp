@@ -56,9 +56,10 @@ struct Split {
     }
 };
 
-// Returns the elements of a contiguous x as bytes (n,).
+// Returns the elements of a contiguous x as bytes (n,). A contiguous tensor with one element can have any strides, and
+// view(-1) keeps them.
 at::Tensor bytes_of(const at::Tensor& x) {
-    return x.view(-1).view(at::kByte);
+    return x.as_strided({x.numel()}, {1}).view(at::kByte);
 }
 
 // Returns the rows of x (.., local rows, ..) of all ranks in the order of the stream, (.., seq_len, ..). Rows

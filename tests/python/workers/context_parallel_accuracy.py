@@ -448,6 +448,9 @@ def shard_and_unshard_dtypes(group) -> None:
             x, dim = x.to(dtype), -x.dim() // 2
             found = sb.unshard_sequence(sb.shard_sequence(x, group, dim), group, dim)
             assert found.dtype == dtype and torch.equal(found.to(torch.float64), x.to(torch.float64))
+    one = torch.randn(1, 1, 32)[..., 0]  # a rank's only element, in a contiguous tensor with strides of 32
+    assert torch.equal(sb.unshard_sequence(one, group)[:, dist.get_rank()], one[:, 0])
+
     x = torch.randn(3, 7, dtype=torch.complex128).requires_grad_()
     weight = torch.randn(3, 7, dtype=torch.complex128)
     local = sb.shard_sequence(x, group)
