@@ -240,6 +240,12 @@ auto explain_failure(const ContextParallelPlan& plan, const AgreedCall& agreed, 
     }
 }
 
+// Returns x with its elements in memory as kernels and transfers read them. They do not see the bit of a view, such as
+// x.conj().imag, that says that its elements are negated.
+at::Tensor in_memory(const at::Tensor& x) {
+    return ops::unit_last_stride(x.resolve_neg());
+}
+
 // The operators that a pass calls skip the layers of autograd, which would record nothing here. A pass of p2p calls
 // hundreds of them, most of them views, and at 16K rows on four GPUs the host limits it.
 using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
@@ -286,9 +292,10 @@ class Attend : public torch::autograd::Function<Attend> {
             check_group(*call->plan);
             const Route route = make_route(*call->plan, call->route, saved[0].device());
             const at::Tensor d_o =
-                grads[0].defined() ? ops::unit_last_stride(grads[0]) : at::zeros(call->o_sizes, saved[0].options());
+                grads[0].defined() ? in_memory(grads[0]) : at::zeros(call->o_sizes, saved[0].options());
+            const at::Tensor d_mass = grads[1].defined() ? grads[1].resolve_neg() : grads[1];
             const Gradients result = explain_failure(*call->plan, *call->agreed, "backward", [&] {
-                return route_backward(route, d_o, grads[1], call->num_kv_heads, unflatten(route, saved), call->options,
+                return route_backward(route, d_o, d_mass, call->num_kv_heads, unflatten(route, saved), call->options,
                                       call->return_mass);
             });
             return {result.dq, result.dk, result.dv};
@@ -313,7 +320,7 @@ std::tuple<at::Tensor, at::Tensor> attention(const ops::Arguments& arguments) {
     saved_call->route = choose_route(call, q, k);
     saved_call->options = checked.options;
     saved_call->return_mass = call.return_mass;
-    const auto input = [&call](const at::Tensor& x) { return ops::unit_last_stride(call.batched(x)); };
+    const auto input = [&call](const at::Tensor& x) { return in_memory(call.batched(x)); };
     const variable_list out = explain_failure(*call.plan, *checked.agreed, "forward", [&] {
         return Attend::apply(input(q), input(k), input(call.v), saved_call, call.wants_gradients());
     });

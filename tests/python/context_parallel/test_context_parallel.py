@@ -26,6 +26,7 @@ EVERYTHING = (
     "a_plan_serves_many_calls",
     "a_plan_counts_received_bytes",
     "strides_are_taken_as_they_are",
+    "negated_views",
     "autocast",
     "gradients_of_one_result",
     "mass_in_one_ranks_loss",

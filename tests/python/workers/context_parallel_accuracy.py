@@ -367,6 +367,19 @@ def strides_are_taken_as_they_are(group) -> None:
         assert torch.equal(sb.context_parallel_attention(*views, group, comm=comm, **groups_for(comm)), expected)
 
 
+def negated_views(group) -> None:
+    """Views such as x.conj().imag, whose elements are stored with the other sign, as inputs and as gradients."""
+    for comm in comms_of(group):
+        results = []
+        for view in (torch.clone, lambda x: torch._neg_view(-x)):
+            leaves = [view(x).requires_grad_() for x in local_inputs(group)]
+            out = sb.context_parallel_attention(*leaves, group, comm=comm, return_mass=True, **groups_for(comm))
+            gradients = torch.autograd.grad(out, leaves, [view(torch.ones_like(x)) for x in out])
+            results.append((*out, *gradients))
+        for found, expected in zip(*results, strict=True):
+            assert torch.equal(found, expected)
+
+
 def autocast(group) -> None:
     """Under autocast, fp32 tensors give the results of bf16 tensors."""
     q, k, v = local_inputs(group)
