@@ -14,7 +14,6 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <cfloat>
 #include <cmath>
 
 #include "core/limits.h"
@@ -32,6 +31,10 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using OptionalType = std::optional<at::ScalarType>;
+
+// The least scale with biases. Columns hold bias / scale, and at most 2^100 (extend.cpp): with this scale, biases of up
+// to 2^36, and an infinity still hides its key. Also in megatron_sb/ops/kvcache.py.
+constexpr double kLeastScale = 0x1p-64;
 
 OptionalType type_of(const OptionalTensor& x) {
     return x.has_value() ? OptionalType(x->scalar_type()) : std::nullopt;
@@ -146,9 +149,8 @@ void check_variants(const at::Tensor& q, const at::Tensor& k, const AttentionOpt
                           kMaxHeadDim - kBiasColumns, " with ",
                           options.euclidean ? "Euclidean logits" : "query_bias or key_bias", ", got ", d);
     }
-    // Columns hold bias / scale.
-    TORCH_CHECK_VALUE(!biases || !(std::abs(options.scale.value_or(1)) < FLT_MIN),
-                      "scale must not be 0 with query_bias or key_bias: its magnitude must be at least ", FLT_MIN,
+    TORCH_CHECK_VALUE(!biases || !(std::abs(options.scale.value_or(1)) < kLeastScale),
+                      "scale must not be 0 with query_bias or key_bias: its magnitude must be at least ", kLeastScale,
                       ", got ", options.scale.value_or(1));
     check_values("query_bias", options.query_bias, "bias", "q", q);
     check_values("key_bias", options.key_bias, "bias", "k", k);

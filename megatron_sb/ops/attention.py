@@ -58,8 +58,8 @@ def stickbreaking_attention(
             range has the gradient at the bound; with torch.clamp it would be 0. The gradient is rounded to q's dtype.
             Default: no gate.
         query_bias: (b, s, h), added to the logits of each query, in q's dtype or in fp32 (fp64 for fp64). The gradient
-            is rounded to q's dtype. Biases use the 8 columns of Euclidean logits, so d is at most 248. scale must not
-            be 0. Default: no bias.
+            is rounded to q's dtype. Biases use the 8 columns of Euclidean logits, so d is at most 248. The magnitude of
+            scale must be at least 2^-64. Default: no bias.
         key_bias: (b, s_k, h_kv), added to the logits of each key, as query_bias. -inf hides the key. Default: no bias.
         reach: the reach a of the first and of the last head, from 1/64 to 64. The values of the other heads are evenly
             spaced between them, rounded to multiples of 2^-18. The logits of a head get the offset -log(2^a - 1), so

@@ -22,6 +22,7 @@ from megatron_sb.validation import (
 # Columns of a variant, after the channels of a key: first those that Euclidean logits and biases share, then the gate,
 # which is the sum of its first three columns.
 _COLUMNS = 8
+_LEAST_SCALE = 2.0**-64  # with biases, as in csrc/ops/variants.cpp
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -344,9 +345,8 @@ class KVCache:
         check_head_dim("head_dim", head_dim, extra_columns=logits == "euclidean" or key_bias)
         check_head_dim("head_dim_v", head_dim_v)
         if key_bias and scale is not None:
-            least = torch.finfo(torch.float32).tiny  # the columns hold key_bias / scale
-            expected = f"a number of magnitude at least {least:.6g} with key_bias=True"
-            check_number("scale", scale, expected, lambda x: abs(x) >= least)
+            expected = f"a number of magnitude at least {_LEAST_SCALE:.6g} with key_bias=True"
+            check_number("scale", scale, expected, lambda x: abs(x) >= _LEAST_SCALE)
         if dtype not in (None, *_DTYPES):
             raise TypeError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype}.")
         rows, kind = (batch_size, max_len, num_kv_heads), {"device": device, "dtype": dtype}

@@ -37,8 +37,8 @@ struct AttentionOptions {
     bool euclidean = false;
     // Biases of the logits: query_bias (b, s, h) or packed (t, h) is added to the logits of a query, and key_bias
     // (b, s_k, h_kv) or packed (t_k, h_kv) to those of a key. In q's dtype or in fp32 (fp64 if q is fp64), on q's
-    // device. d must then be at most 248, and scale must not be 0. A key_bias of -infinity hides the key. Default: no
-    // bias.
+    // device. d must then be at most 248, and scale at least 2^-64 in magnitude. A key_bias of -infinity hides the key.
+    // Default: no bias.
     std::optional<at::Tensor> query_bias = std::nullopt;
     std::optional<at::Tensor> key_bias = std::nullopt;
     // The reach a of the first and of the last head, from 1/64 to 64. The values of the other heads are evenly spaced

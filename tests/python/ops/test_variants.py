@@ -241,6 +241,18 @@ def test_a_bias_of_minus_infinity_hides_a_key(name, dtype):
     assert not actual["o"][0, 70, 0].any() and not actual["dquery_bias"][0, 70, 0].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_bias_with_the_least_scale(dtype):
+    """The columns hold bias / scale. They clamp it, and must not clamp this."""
+    x, options = make_variant("biased", s=40, h=2, h_kv=1, d=16, dtype=dtype)
+    options["key_bias"][0, ::3] = -math.inf
+    actual = stickbreaking_attention(x.q, x.k, x.v, scale=2.0**-64, **options)
+    expected = reference.stickbreaking_attention(x.q, x.k, x.v, scale=2.0**-64, **options)
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=ALLOWED[dtype])
+    with pytest.raises(ValueError, match=mentions("scale query_bias 5.42101e-20 2.71051e-20")):
+        stickbreaking_attention(x.q, x.k, x.v, scale=2.0**-65, **options)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("bias", BIASES)
 def test_a_bias_that_is_nan_is_not_dropped(bias, dtype):
@@ -488,8 +500,8 @@ class TestColumns:
         ({"forget_gate": 0.5}, TypeError, "forget_gate float"),
         ({"query_bias": 0.5}, TypeError, "query_bias float"),
         ({"key_bias": 0.5}, TypeError, "key_bias float"),
-        ({"query_bias": torch.zeros(1, 8, 4), "scale": 0.0}, ValueError, "scale query_bias 1.17549e-38 0"),
-        ({"key_bias": torch.zeros(1, 8, 2), "scale": -1e-39}, ValueError, "scale key_bias 1.17549e-38 -1e-39"),
+        ({"query_bias": torch.zeros(1, 8, 4), "scale": 0.0}, ValueError, "scale query_bias 5.42101e-20 0"),
+        ({"key_bias": torch.zeros(1, 8, 2), "scale": -5e-20}, ValueError, "scale key_bias 5.42101e-20 -5e-20"),
     ],
 )
 def test_an_invalid_variant_raises_an_error(options, error, words):
