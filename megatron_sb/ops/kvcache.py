@@ -35,12 +35,16 @@ def stored_head_dim(head_dim: int, *, logits: str = "dot", forget_gate: bool = F
         forget_gate: whether keys have forget gates.
         key_bias: whether keys have biases. Default: False.
 
+    Raises:
+        TypeError: If head_dim is not a number, or a flag not a bool.
+        ValueError: If head_dim is not an integer of at least 1, or logits is unknown.
+
     Example:
         >>> from megatron_sb.ops.kvcache import stored_head_dim
         >>> stored_head_dim(64, forget_gate=True)
         72
     """
-    check_number("head_dim", head_dim)
+    check_number("head_dim", head_dim, "an integer of at least 1", lambda x: x >= 1 and x % 1 == 0)  # or a SymInt
     check_choice("logits", logits, LOGITS)
     check_flag("forget_gate", forget_gate)
     check_flag("key_bias", key_bias)

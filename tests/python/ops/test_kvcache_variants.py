@@ -93,8 +93,11 @@ def test_widths():
         keys, gates = keys_and_gates(stored, 16, **options)
         assert torch.equal(keys, k) and (torch.equal(gates, values) if gated else gates is None)
     assert stored_keys(k) is k
-    with pytest.raises(TypeError, match=mentions("head_dim number NoneType")):
+    with pytest.raises(TypeError, match=mentions("head_dim integer NoneType")):
         stored_head_dim(None)
+    for head_dim in (0, -8, 12.5):
+        with pytest.raises(ValueError, match=mentions(f"head_dim integer 1 {head_dim}")):
+            stored_head_dim(head_dim)
     with pytest.raises(TypeError, match=mentions("stored torch.Tensor list")):
         keys_and_gates([1.0], 16)
 
