@@ -78,10 +78,12 @@ struct Sizes {
     int32_t head_dim_v;  // of v and o
 };
 
-// With bias columns, the last kBiasColumns of the head_dim columns of q and k hold biases: those of q a number in
-// kGateParts columns and then as many *ones*, those of k ones and then a number. The last two are 0. A one is
-// bias_unit(). The gradient of a number is that of its first column. Nobody reads the others, so a kernel need not
-// compute them. It can also treat bias columns as other columns.
+// With bias columns, the last kBiasColumns of the head_dim columns of q and k hold biases, so that q . k contains them:
+//     q    the number of the query in kGateParts columns, then kGateParts ones, then zeros
+//     k    kGateParts ones, then the number of the key in kGateParts columns, then zeros
+// The value of a one is bias_unit(), and a number is stored divided by it. In dq and dk, the gradient of a number is in
+// its first column. Nothing reads the other bias columns of dq and dk, so a kernel does not need to compute them. A
+// kernel can also treat bias columns like all other columns.
 inline constexpr int kBiasColumns = 8;
 SB_HOST_DEVICE inline float bias_unit(Dtype dtype) {
     return dtype == Dtype::kFloat16 ? 128.f : 1.f;  // a number can exceed 65504, the largest of fp16
@@ -93,7 +95,7 @@ struct Options {
     double mass_threshold;     // a row with less mass skips older keys; 0 disables skipping
     bool attend_current;       // a query sees its own position: keys i <= j instead of i < j
     bool forget_gate = false;  // rows of k contain their gates (below)
-    // Head h reaches a = reach + h * reach_step: the logit has an offset with which beta = 2^-a where q . k = 0. a > 0.
+    // The reach of head h is a = reach + h * reach_step, a > 0. Its logits have an offset: beta is 2^-a if q . k = 0.
     // The default has no offset.
     double reach = kNoReach, reach_step = 0;
 };
