@@ -122,7 +122,7 @@ def to_text(facts: dict[str, Any]) -> str:
     build, torch_facts, python, cpu = (facts[name] for name in ("build", "torch", "python", "cpu"))
     built = f"CUDA {build['cuda']}, machine code for {', '.join(build['cuda_architectures'])}"
     if build["fast_compile"]:
-        built += ". ALL GPU KERNELS BUT HOPPER'S ARE SLOW. For fast ones, build without SB_FAST_COMPILE."
+        built += ". ALL GPU KERNELS BUT HOPPER'S FOR BF16 ARE SLOW. For fast ones, build without SB_FAST_COMPILE."
     if build["cuda"] is None:
         built = "CPU BUILD without GPU kernels. To get them, build with nvcc and a CUDA build of torch."
     versions = ", ".join(build["torch_versions"])

@@ -21,7 +21,7 @@ class BuildInfo(TypedDict):
     version: str
     cuda: str | None  # nvcc's version; None for a CPU build
     cuda_architectures: list[int]  # with machine code: 90 for sm_90
-    fast_compile: bool  # whether GPU kernels other than Hopper's are slow (SB_FAST_COMPILE)
+    fast_compile: bool  # whether GPU kernels other than Hopper's for bf16 are slow (SB_FAST_COMPILE)
     compiler: str
 
 
