@@ -8,6 +8,7 @@ uses its local layers.
 
 import builtins
 import json
+import math
 import sys
 import types
 from dataclasses import dataclass
@@ -28,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.megatron_cpu import answer_for_gpu, answer_for_streams
 
 VOCABULARY, STEPS = 128, 4
-REPEATED = 100  # tokens; on a GPU the row repeats them
 # What Megatron-Core needs without Transformer Engine and Apex.
 LOCAL = {
     "transformer_impl": "local",
@@ -95,14 +95,16 @@ class Run:
     dtype: torch.dtype
     options: dict  # of the provider
     sizes: dict  # of the Llama
-    ids: torch.Tensor
+    rows: int
+    length: int  # of a row
+    repeated: int  # tokens, which a row repeats
     learning_rate: float
 
     @classmethod
     def on_cpu(cls) -> "Run":
         """Return a run in fp32 with Megatron-Core's local layers."""
         sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "initializer_range": 0.2}
-        return cls("cpu", torch.float32, LOCAL, sizes, torch.randint(VOCABULARY, (2, 48)), 0.1)
+        return cls("cpu", torch.float32, LOCAL, sizes, rows=2, length=48, repeated=48, learning_rate=0.1)
 
     @classmethod
     def on_gpu(cls, length: int) -> "Run":
@@ -110,8 +112,12 @@ class Run:
         sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "initializer_range": 0.1}
         options = {"bf16": True, "params_dtype": torch.bfloat16, "seq_length": length}
         options["gradient_accumulation_fusion"] = False  # needs Apex
-        ids = torch.randint(VOCABULARY, (1, REPEATED)).repeat(1, length // REPEATED + 1)[:, :length]
-        return cls("cuda", torch.bfloat16, options, sizes, ids, 0.5)
+        return cls("cuda", torch.bfloat16, options, sizes, rows=1, length=length, repeated=100, learning_rate=0.5)
+
+    def draw_ids(self) -> torch.Tensor:
+        """Return random tokens, (rows, length)."""
+        ids = torch.randint(VOCABULARY, (self.rows, self.repeated))
+        return ids.repeat(1, self.length // self.repeated + 1)[:, : self.length].to(self.device)
 
 
 def save_llama(folder: Path, sizes: dict) -> None:
@@ -138,41 +144,43 @@ def make_model(bridge, run: Run):
     return model
 
 
-def error(logits: torch.Tensor, folder: Path, run: Run) -> float:
+def error(logits: torch.Tensor, folder: Path, run: Run, ids: torch.Tensor) -> float:
     """Return how far logits are from those of a folder's weights, relative to the latter.
 
-    On the CPU, these are computed with the float64 reference. On a GPU, where that would not fit into memory, they are
-    those of this library's Llama in fp32, whose attention has other kernels than that of the Megatron model.
+    On the CPU, these are computed with the float64 reference, and the largest difference counts. On a GPU, where that
+    would not fit into memory, they are those of this library's Llama in fp32, whose attention has other kernels than
+    that of the Megatron model. There the norm counts, because bf16 rounds single logits by much more than the others.
     """
     model = checkpoints.load(folder, swap_attention=True).to(run.device)
     if run.device == "cpu":
         with mock.patch.object(attention, "stickbreaking_attention", reference.stickbreaking_attention):
-            exact = model.double()(run.ids).logits
+            exact = model.double()(ids).logits
     else:
-        exact = model.float()(run.ids).logits
-    return ((logits.double() - exact.double()).norm() / exact.double().norm()).item()
+        exact = model.float()(ids).logits
+    order = math.inf if run.device == "cpu" else 2
+    difference, exact = logits.double() - exact.double(), exact.double()
+    return (difference.flatten().norm(order) / exact.flatten().norm(order)).item()
 
 
 def main(out: Path, run: Run) -> None:
     """Take the Llama through, and write the findings."""
     source, target = out.with_name("llama"), out.with_name("exported")
-    run.ids = run.ids.to(run.device)
     save_llama(source, run.sizes)
     bridge = import_bridge(run.device).from_hf_pretrained(str(source), torch_dtype=run.dtype)
-    model = make_model(bridge, run)
+    model, ids = make_model(bridge, run), run.draw_ids()
     with torch.no_grad():
-        findings = {"before": error(model(run.ids, None, None), source, run)}
+        findings = {"before": error(model(ids, None, None), source, run, ids)}
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=run.learning_rate), []
     for _ in range(STEPS):
-        logits = model(run.ids, None, None)
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), run.ids[:, 1:].flatten())
+        logits = model(ids, None, None)
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     bridge.save_hf_pretrained([model], str(target), show_progress=False)
     with torch.no_grad():
-        findings["after"] = error(model(run.ids, None, None), target, run)
+        findings["after"] = error(model(ids, None, None), target, run, ids)
     module = model.module if run.dtype == torch.bfloat16 else model
     attention_layer = module.decoder.layers[0].self_attention
     findings |= {"losses": losses, "layer": type(attention_layer.core_attention).__name__}
