@@ -281,13 +281,20 @@ class StickBreakingBackend(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """Return the shape of a cache."""
+        """Return the shape of a cache, for vLLM 0.26. Newer versions always use this shape."""
         return num_blocks, num_kv_heads, block_size, 2 * head_size
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """Return the order in memory: blocks, layers, rows of a block, KV heads, channels."""
+        """Return the order in memory, for vLLM 0.26: blocks, layers, rows of a block, KV heads, channels."""
         return (1, 0, 3, 2, 4) if include_num_layers_dimension else (0, 2, 1, 3)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple:
+        """Return the same order, and that with several layers in a tensor, for versions from 0.33 on."""
+        from vllm.v1.kv_cache_interface import KVCacheLayout  # 0.26 has none
+
+        return KVCacheLayout.LBNHC, KVCacheLayout.BLNHC
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:

@@ -23,10 +23,15 @@ pytestmark = pytest.mark.skipif(not _is_installed(), reason="torchtitan 0.3 is n
 
 
 @pytest.fixture(scope="module")
-def findings(tmp_path_factory) -> dict:
+def folder(tmp_path_factory) -> Path:
+    """A folder for the weights that all runs start from."""
+    return tmp_path_factory.mktemp("torchtitan")
+
+
+@pytest.fixture(scope="module")
+def findings(folder) -> dict:
     """Return what workers/torchtitan_training.py finds."""
-    folder = tmp_path_factory.mktemp("torchtitan")
-    return run_worker("torchtitan_training.py", 1, folder / "findings.json", folder, seconds=900)
+    return run_worker("torchtitan_training.py", 1, folder / "findings.json", folder, "cpu", seconds=900)
 
 
 @pytest.mark.parametrize("name", ["one rank", "two batches"])
@@ -51,6 +56,14 @@ def test_ranks_that_share_sequences_have_the_losses_of_one(name, reference, find
     """Parameters are sharded over all ranks that share sequences or have others, except for tensor parallelism."""
     for measure, values in findings[reference].items():
         assert findings[name][measure] == pytest.approx(values, rel=TOLERANCE), measure
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_the_losses_of_a_cpu(findings, folder):
+    """With FSDP2 over one rank and NCCL, from the same weights, in fp32."""
+    on_gpu = run_worker("torchtitan_training.py", 1, folder / "gpu.json", folder, "cuda", device="cuda", seconds=300)
+    for measure, values in findings["one rank"].items():
+        assert on_gpu[measure] == pytest.approx(values, rel=1e-4), measure
 
 
 def test_packed_documents_are_those_of_single_rows(findings):

@@ -1,4 +1,4 @@
-"""examples/vllm: an attention backend of vLLM. Its modules are called directly, on a CPU."""
+"""examples/vllm: an attention backend of vLLM. Its modules are called directly on a CPU, vLLM's engine on a GPU."""
 
 import importlib
 import types
@@ -237,7 +237,10 @@ def test_vllm_finds_the_backend(plugin):
     backend = AttentionBackendEnum.CUSTOM.get_class()
     assert backend is plugin.StickBreakingBackend and AttentionBackendEnum[backend.get_name()].get_class() is backend
     assert backend.supports_head_size(64) and not backend.supports_head_size(60)
-    assert backend.get_kv_cache_block_dim(BLOCK, KV_HEADS, DIM) == 0 and backend.indexes_kv_by_block_stride()
+    if hasattr(backend, "get_kv_cache_block_dim"):  # vLLM 0.26
+        assert backend.get_kv_cache_block_dim(BLOCK, KV_HEADS, DIM) == 0 and backend.indexes_kv_by_block_stride()
+    else:
+        assert [layout.name for layout in backend.supported_kv_cache_layouts()] == ["LBNHC", "BLNHC"]
 
 
 @pytest.mark.parametrize(
@@ -263,3 +266,65 @@ def test_a_model_without_positions_needs_this_backend(plugin, backend, of_full_a
     else:
         with pytest.raises(ValueError, match="--attention-backend CUSTOM"):
             plugin._no_rotation(config)
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory):
+    """A saved model, prompts of 5 to 2,000 tokens, and the 20 tokens that transformers generates after each.
+
+    vLLM changes the classes of transformers, so this comes before its engine.
+    """
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from megatron_sb.huggingface import without_positions
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = AutoModelForCausalLM.from_config(without_positions(config), attn_implementation="stickbreaking")
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    model.eval().cuda()
+    prompts = [torch.randint(512, (length,)).tolist() for length in (5, 100, 700, 2000)]
+    tokens = [
+        model.generate(torch.tensor([prompt]).cuda(), do_sample=False, max_new_tokens=20)[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
+    return str(folder), prompts, tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("budget", [8192, 512], ids=["whole prompts", "prompts in chunks"])
+def test_the_engine_generates_the_tokens_of_transformers(monkeypatch, generated, budget):
+    """All prompts in one batch, and again from the prefix cache, in fp32."""
+    folder, prompts, tokens = generated
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine runs in this process
+    monkeypatch.syspath_prepend(EXAMPLE)
+    importlib.import_module("megatron_sb_vllm").register()
+    engine = vllm.LLM(
+        folder,
+        skip_tokenizer_init=True,
+        model_impl="transformers",
+        attention_backend="CUSTOM",
+        dtype="float32",
+        max_model_len=4096,
+        max_num_batched_tokens=budget,
+        enable_chunked_prefill=True,
+        gpu_memory_utilization=0.3,
+        enforce_eager=True,
+    )
+    sampling = vllm.SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
+    for _ in range(2):
+        outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == tokens
+    assert outputs[-1].num_cached_tokens > 1000

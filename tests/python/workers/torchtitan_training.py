@@ -1,7 +1,8 @@
 """Train the model of examples/torchtitan with torchtitan's trainer, and write what it logs as JSON.
 
-Runs in one process: `torchtitan_training.py OUT.json FOLDER`. It imports torchtitan, which takes many seconds, and then
-forks the ranks of each run. FOLDER/seed gets the weights that all runs start from.
+Runs in one process: `torchtitan_training.py OUT.json FOLDER DEVICE`. It imports torchtitan, which takes many seconds,
+and then forks the ranks of each run. With DEVICE cpu, FOLDER/seed gets the weights that all runs start from. With
+DEVICE cuda, this process trains from these weights on a GPU. torchrun must have started it.
 """
 
 import json
@@ -16,12 +17,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples/torchtitan"))
-import train_on_cpu  # noqa: F401  # before torchtitan's trainer
+if sys.argv[3] == "cpu":
+    import train_on_cpu  # noqa: F401  # before torchtitan's trainer
 from stickbreaking_llama import FLAVORS, model_config, model_registry
 from support.launch import end_worker, rank_environments
 from torchtitan.config import ConfigManager
 from torchtitan.trainer import Trainer
 
+OUT, FOLDER, DEVICE = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 CONTEXT, TENSOR = "--parallelism.context_parallel_degree=2", "--parallelism.tensor_parallel_degree=2"
 NOT_BALANCED = "--parallelism.context_parallel_load_balancer=None"
 # Number of ranks and options by name. Ranks that neither option counts have sequences of their own.
@@ -141,12 +144,19 @@ def error_of_packing() -> float:
     return float((packed - torch.stack(rows)).abs().max() / packed.abs().max())
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    out, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    on_ranks(1, save_seed, folder, [])
-    findings = {name: on_ranks(ranks, train, folder, options) for name, (ranks, options) in RUNS.items()}
+def find_on_cpus() -> dict:
+    """Save the weights that runs start from, and return what the tests compare."""
+    on_ranks(1, save_seed, FOLDER, [])
+    findings = {name: on_ranks(ranks, train, FOLDER, options) for name, (ranks, options) in RUNS.items()}
     findings["packing"] = error_of_packing()
     findings["refused"] = {options: message_of(options) for options in REFUSED}
     findings["refused sizes"] = [message_of_size(dim) for dim in (60, 66, 2048)]
-    out.write_text(json.dumps(findings))
+    return findings
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if DEVICE == "cpu":
+        OUT.write_text(json.dumps(find_on_cpus()))
+    else:
+        train(FOLDER, str(OUT), [])
