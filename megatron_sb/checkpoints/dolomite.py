@@ -108,7 +108,7 @@ def load(folder: Path, kv_heads: str | None = None) -> tuple[StickBreakingConfig
 
 def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) -> None:
     """Write the "flat" layout. Raise ValueError for options that this format lacks."""
-    fixed_fields = {"attend_current": False, "head_dim": config.hidden_size / config.num_attention_heads}
+    fixed_fields = {"attend_current": False, "head_dim": files.default_head_dim(config)}
     fixed_fields |= files.WITHOUT_VARIANTS
     if config.head_norm:
         fixed_fields["head_norm_eps"] = 1e-5

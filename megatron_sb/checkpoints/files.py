@@ -181,6 +181,12 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
             shutil.copyfile(path, copied)
 
 
+def default_head_dim(config: PreTrainedConfig) -> int | float:
+    """Return the head_dim of a format that does not store it. A fraction, if the heads do not divide the channels."""
+    head_dim = config.hidden_size / config.num_attention_heads
+    return int(head_dim) if head_dim.is_integer() else head_dim
+
+
 def check_supported(config: PreTrainedConfig, fixed_fields: dict[str, object], format_name: str) -> None:
     """Raise ValueError if a field of the model differs from the only value that a format supports.
 

@@ -62,7 +62,7 @@ def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) 
         "remainder_bias": False,
         "head_norm": False,
         "num_experts": None,
-        "head_dim": config.hidden_size / config.num_attention_heads,
+        "head_dim": files.default_head_dim(config),
         **files.WITHOUT_VARIANTS,
     }
     files.check_supported(config, fixed_fields, "fla")

@@ -48,6 +48,14 @@ def test_new_parents_of_out(tmp_path):
     assert checkpoints.format_of(tmp_path / "old" / "new" / "newer" / "out") == "dolomite"
 
 
+@pytest.mark.parametrize("to", ["dolomite", "fla"])
+def test_heads_that_a_format_does_not_store(to, tmp_path):
+    """The message names the only head_dim as the integer that it is."""
+    with pytest.raises(InputError, match=rf"head_dim must be 8 in the {to} format, got 16\."):
+        checkpoints.save(make_model(**TO_CONVERT | {"head_dim": 16}), tmp_path / "out", to)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("out", ["new/..", "..", ".", "/"])
 def test_a_parent_as_out(out, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
