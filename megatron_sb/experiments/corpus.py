@@ -93,11 +93,11 @@ def run(options: argparse.Namespace) -> int:
             f"vocab_size must be given, because {out / 'bpe'} has tokens of an earlier build, which would not fit the "
             "new bytes, got null. Remove that folder, or use another one (--out)."
         )
-    list_projects(config)  # most errors come before anything is written
+    projects = list_projects(config)  # most errors come before anything is written
     out.mkdir(parents=True, exist_ok=True)
     with hold(out):
         try:
-            _build_all(config, out)
+            _build_all(config, out, projects)
         except InputError:
             delete_unused(out)
             raise
@@ -105,10 +105,10 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _build_all(config: CorpusConfig, out: Path) -> None:
+def _build_all(config: CorpusConfig, out: Path, projects: dict[str, Files]) -> None:
     """Write the data sets, the tokenizer and the report."""
     start = time.monotonic()
-    report = build(config, out / "bytes")
+    report = build(config, out / "bytes", projects)
     _write_report(report, out)  # one of an earlier build would not fit, if the tokenizer cannot be trained
     shutil.rmtree(out / "bpe", ignore_errors=True)  # neither would its tokens
     print(f"{report['kept']['bytes']:,} of {report['found']['bytes']:,} bytes kept in {time.monotonic() - start:.0f} s")
@@ -123,7 +123,7 @@ def _write_report(report: dict[str, Any], out: Path) -> None:
     write_atomically(out / "report.json", json.dumps(report, indent=1) + "\n")
 
 
-def build(config: CorpusConfig, folder: Path) -> dict[str, Any]:
+def build(config: CorpusConfig, folder: Path, projects: dict[str, Files] | None = None) -> dict[str, Any]:
     """Write the corpus as bytes: one data set for each side.
 
     The result depends only on the content of the projects. The order of `distributions` and `paths` has no influence.
@@ -131,6 +131,7 @@ def build(config: CorpusConfig, folder: Path) -> dict[str, Any]:
     Args:
         config: what to read.
         folder: folder of the data sets. An existing one is replaced when the new one is complete.
+        projects: what `list_projects` returns for this configuration. Default None: call it here.
 
     Returns:
         The report: see `Deduplicator.report`, with the tables "sides", "projects" and "extensions". "projects_of" has
@@ -142,7 +143,7 @@ def build(config: CorpusConfig, folder: Path) -> dict[str, Any]:
     """
     from megatron_sb.megatron.indexed_documents import write_documents
 
-    projects = list_projects(config)
+    projects = list_projects(config) if projects is None else projects
     projects_of = {side: [name for name in projects if side_of(name, config) == side] for side in SIDES}
     deduplicator = Deduplicator()
     with replaced_folder(folder) as new:

@@ -182,6 +182,14 @@ def test_command_writes_both_encodings_of_the_same_text(config, tmp_path):
     assert contents(tmp_path / "again")["tokenizer.json"] == (out / "bpe" / "tokenizer.json").read_bytes()
 
 
+def test_the_command_lists_the_files_once(config, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(corpus, "list_projects", lambda given: calls.append(given) or list_projects(given))
+    (tmp_path / "corpus.yaml").write_text(json.dumps(dataclasses.asdict(config)))
+    assert main(["experiment", "corpus", str(tmp_path / "corpus.yaml"), "--out", str(tmp_path / "out")]) == 0
+    assert len(calls) == 1
+
+
 def test_a_vocabulary_that_is_too_large_for_the_text_is_an_error(config, tmp_path):
     """`generate` compares data.vocab_size of a run, which is this field, with the tokens of tokenizer.json."""
     pytest.importorskip("tokenizers")
