@@ -33,6 +33,7 @@ from megatron_sb.megatron.settings import MARKER, script_arguments
 ALLOW_FLAG = "--sb-allow-mismatch"
 # Options that change the function of a model. mass_threshold only bounds the weights that skipping omits.
 COMPARED = ("attend_current", "remainder_bias", "head_norm", "logits", "reach", "forget_gate", "layers")
+NO_OFFSETS = (1.0, 1.0)  # the reach that changes no logit, as None
 SWITCH = "stick_breaking_attention"
 CHECKPOINTING = "megatron.training.checkpointing"
 REPLACED = ("_load_base_checkpoint", "_build_sharded_state_dict_metadata")  # functions of that module
@@ -151,7 +152,8 @@ def _attention_of(args: argparse.Namespace) -> dict:
     for name in COMPARED:
         found[f"sb_{name}"] = getattr(args, f"sb_{name}", getattr(StickBreakingOptions, name))
     layers = found["sb_layers"]
-    found["sb_reach"] = None if found["sb_reach"] is None else tuple(found["sb_reach"])
+    reach = None if found["sb_reach"] is None else tuple(found["sb_reach"])
+    found["sb_reach"] = None if reach == NO_OFFSETS else reach
     found["sb_layers"] = None if layers is None or all(layers) else tuple(layers)
     return found
 

@@ -114,6 +114,8 @@ SAME = {
         arguments(),
         arguments(sb_cp_layout="contiguous", sb_packing="whole_stream", sb_forget_gate_loss=0.1, sb_mass_threshold=0.0),
     ),
+    "a reach that changes nothing": (arguments(sb_reach=[1.0, 1.0]), arguments()),
+    "a reach that changed nothing": (arguments(), arguments(sb_reach=(1, 1))),
     "all layers": (arguments(sb_layers=(1, 1)), arguments()),
     "a layer spec by name": (Namespace(spec=[saved_attention.SPEC_MODULE, "stickbreaking_layer_spec"]), arguments()),
     "a release without a record, in a script without flags": (SOFTMAX, Namespace(stick_breaking_attention=True)),
