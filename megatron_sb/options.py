@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_sb.validation import check_choice, check_finite, check_flag, check_number
+from megatron_sb.validation import check_choice, check_finite, check_flag, check_number, python_number
 
 DEFAULT_MASS_THRESHOLD = 2.0**-24
 LOGITS = ("dot", "euclidean")
@@ -157,6 +157,16 @@ class AttentionOptions:
         check_choice("logits", self.logits, LOGITS)
         if self.reach is not None:
             check_reach(self.reach)
+            if any(python_number(number) is not number for number in self.reach):
+                object.__setattr__(self, "reach", tuple(map(python_number, self.reach)))
+        self._keep_python_number("scale")
+        self._keep_python_number("mass_threshold")
+
+    def _keep_python_number(self, name: str) -> None:
+        """Replace a number of numpy in a field. JSON and checkpoints do not store it, torch.compile traces an array."""
+        value = getattr(self, name)
+        if (number := python_number(value)) is not value:
+            object.__setattr__(self, name, number)
 
     def attention_options(self) -> dict[str, object]:
         """Return the fields of `AttentionOptions` as keywords for the attention functions."""
@@ -204,6 +214,7 @@ class LayerOptions(AttentionOptions):
         for name in ("remainder_bias", "head_norm", "forget_gate"):
             check_flag(name, getattr(self, name))
         check_finite("forget_gate_loss", self.forget_gate_loss)
+        self._keep_python_number("forget_gate_loss")
         if self.forget_gate_loss < 0:
             raise ValueError(f"forget_gate_loss must be at least 0, got {self.forget_gate_loss}.")
         if self.forget_gate_loss > 0 and not self.forget_gate:

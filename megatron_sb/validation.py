@@ -147,6 +147,18 @@ def check_integer(name: str, value: object) -> None:
         raise TypeError(f"{name} must be an int, got {value!r}.")
 
 
+def python_number(value: Any) -> Any:
+    """Return a number of numpy as the Python number of the same kind, and any other value as it is.
+
+    Example:
+        >>> import numpy as np
+        >>> from megatron_sb.validation import python_number
+        >>> python_number(np.int64(3)), python_number(0.5), python_number(None)
+        (3, 0.5, None)
+    """
+    return value.item() if type(value).__module__ == "numpy" and isinstance(value, Real) else value
+
+
 def check_flag(name: str, value: object) -> None:
     """Raise TypeError unless value is a bool."""
     if not isinstance(value, bool):

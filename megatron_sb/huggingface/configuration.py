@@ -9,7 +9,15 @@ from transformers import PreTrainedConfig
 
 from megatron_sb.huggingface.operators import stored_head_dim
 from megatron_sb.options import LayerOptions, check_head_dim
-from megatron_sb.validation import check_counts, check_finite, check_flag, check_integer, check_number, head_dim_of
+from megatron_sb.validation import (
+    check_counts,
+    check_finite,
+    check_flag,
+    check_integer,
+    check_number,
+    head_dim_of,
+    python_number,
+)
 
 
 class StickBreakingConfig(PreTrainedConfig):
@@ -106,6 +114,9 @@ class StickBreakingConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs) -> None:
+        for name, value in list(vars(self).items()):  # JSON has no numbers of numpy
+            is_series = isinstance(value, (list, tuple))
+            setattr(self, name, type(value)(map(python_number, value)) if is_series else python_number(value))
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         heads = self.num_attention_heads

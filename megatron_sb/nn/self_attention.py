@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,15 @@ from megatron_sb.ops.groups import Group, check_group_type
 from megatron_sb.ops.kvcache import KVCache, attend_to_filled
 from megatron_sb.ops.shared_sequence import shared_plan
 from megatron_sb.options import COMMS, DEFAULT_MASS_THRESHOLD, LAYOUTS, LayerOptions, check_head_dim
-from megatron_sb.validation import check_choice, check_counts, check_flag, check_number, check_tensor, head_dim_of
+from megatron_sb.validation import (
+    check_choice,
+    check_counts,
+    check_flag,
+    check_number,
+    check_tensor,
+    head_dim_of,
+    python_number,
+)
 
 _COMMS = tuple(comm for comm in COMMS if comm != "a2a+p2p")  # which needs groups that a layer does not have
 
@@ -35,14 +42,6 @@ def _checked_head_dim(
     used = head_dim_of(hidden_size, num_heads, head_dim)
     check_head_dim("hidden_size / num_heads" if head_dim is None else "head_dim", used, extra_columns=euclidean)
     return used
-
-
-def _with_python_numbers(options: LayerOptions) -> LayerOptions:
-    """Return the options without numbers of numpy, which torch.compile would trace as arrays."""
-    numbers = {"mass_threshold": options.mass_threshold, "forget_gate_loss": options.forget_gate_loss}
-    numbers |= {} if options.scale is None else {"scale": options.scale}
-    reach = None if options.reach is None else tuple(map(float, options.reach))
-    return replace(options, reach=reach, **{name: float(value) for name, value in numbers.items()})
 
 
 class StickBreakingSelfAttention(nn.Module):
@@ -122,13 +121,14 @@ class StickBreakingSelfAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        sizes = hidden_size, num_heads, num_heads if num_kv_heads is None else num_kv_heads, head_dim
+        hidden_size, num_heads, num_kv_heads, head_dim = map(python_number, sizes)
         self.head_dim = _checked_head_dim(hidden_size, num_heads, num_kv_heads, head_dim, logits == "euclidean")
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
         # As head_output does when it is called.
         check_number("norm_eps", norm_eps, "a finite number of at least 1e-30", lambda x: 1e-30 <= x < math.inf)
         self.norm_eps = float(norm_eps)
-        options = LayerOptions(
+        self.options = LayerOptions(
             scale=scale,
             attend_current=attend_current,
             mass_threshold=mass_threshold,
@@ -139,7 +139,6 @@ class StickBreakingSelfAttention(nn.Module):
             forget_gate=forget_gate,
             forget_gate_loss=forget_gate_loss,
         )
-        self.options = _with_python_numbers(options)
         check_flag("bias", bias)
         check_choice("layout", layout, LAYOUTS)
         check_choice("comm", comm, _COMMS)

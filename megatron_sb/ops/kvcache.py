@@ -17,6 +17,7 @@ from megatron_sb.validation import (
     check_number,
     check_optional_tensors,
     check_tensor,
+    python_number,
 )
 
 # Columns of a variant, after the channels of a key: first those that Euclidean logits and biases share, then the gate,
@@ -341,7 +342,8 @@ class KVCache:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        given = batch_size, max_len, num_kv_heads, head_dim, head_dim if head_dim_v is None else head_dim_v
+        batch_size, max_len, num_kv_heads, head_dim, head_dim_v = map(python_number, given)
         sizes = {"batch_size": batch_size, "max_len": max_len, "num_kv_heads": num_kv_heads}
         check_counts(sizes | {"head_dim": head_dim, "head_dim_v": head_dim_v})
         AttentionOptions(scale=scale, logits=logits)  # this validates both
@@ -358,7 +360,7 @@ class KVCache:
         with torch.inference_mode(False):  # calls outside of inference mode must not write to tensors from inside
             self.k, self.v = torch.empty(*rows, width, **kind), torch.empty(*rows, head_dim_v, **kind)
         self.logits, self.forget_gate, self.key_bias = logits, forget_gate, key_bias
-        self.head_dim, self._scale = head_dim, scale
+        self.head_dim, self._scale = head_dim, python_number(scale)
         self.length = 0
 
     @property

@@ -1,5 +1,6 @@
 """StickBreakingForCausalLM gives the results of the same model written out in float64."""
 
+import numpy as np
 import pytest
 import torch
 from support import decoders
@@ -272,6 +273,15 @@ def test_saved_and_loaded(variant, dtype, tmp_path):
     assert loaded.state_dict().keys() == model.state_dict().keys()
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor) and loaded.state_dict()[name].dtype == dtype, name
+
+
+def test_saved_numbers_of_numpy(tmp_path):
+    """JSON has none: a configuration with one could not be saved."""
+    sizes = {"vocab_size": np.int64(8), "hidden_size": np.int32(32), "num_attention_heads": np.int64(4)}
+    config = StickBreakingConfig(**sizes, mass_threshold=np.float32(0.5), reach=(np.float32(0.5), np.int64(4)))
+    config.save_pretrained(tmp_path)
+    found = StickBreakingConfig.from_pretrained(tmp_path)
+    assert (found.hidden_size, found.mass_threshold, list(found.reach)) == (32, 0.5, [0.5, 4])
 
 
 def test_saving_does_not_upload(tmp_path):

@@ -9,12 +9,14 @@ from torch import zeros
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_sb import (
+    KVCache,
+    StickBreakingSelfAttention,
     stickbreaking_attention,
     stickbreaking_attention_varlen,
     stickbreaking_attention_with_kvcache,
 )
 from megatron_sb.compat import parallel_stickbreaking_attn, sb_attn, sb_attn_varlen
-from megatron_sb.options import reach_of_heads
+from megatron_sb.options import LayerOptions, reach_of_heads
 
 
 def cu(values, dtype=torch.int32):
@@ -390,6 +392,19 @@ def test_numbers_of_numpy_and_torch_are_accepted():
     assert packed(max_seqlen=torch.tensor(5), max_seqlen_k=np.int64(5)).shape == (8, 4, 16)
     assert packed(max_seqlen=2**70, max_seqlen_k=2**40).shape == (8, 4, 16)
     assert dense(scale=np.float32(0.5), mass_threshold=0).shape == dense(scale=1).shape == (2, 6, 4, 16)
+
+
+def test_numbers_of_numpy_become_those_of_python():
+    """JSON and Megatron's checkpoints, which contain the options, do not store numbers of numpy."""
+    options = LayerOptions(
+        np.int64(2), mass_threshold=np.float32(0.5), reach=[np.int32(1), 8.0], forget_gate=True, forget_gate_loss=0.1
+    )
+    values = options.scale, options.mass_threshold, *options.reach
+    assert list(map(repr, values)) == ["2", "0.5", "1", "8.0"]
+    cache = KVCache(np.int64(2), np.int64(8), np.int32(1), np.int16(16))
+    assert cache.k.shape == cache.v.shape == (2, 8, 1, 16) and type(cache.head_dim) is int
+    layer = StickBreakingSelfAttention(np.int64(32), np.int64(4), head_dim=np.int64(16))
+    assert layer(torch.zeros(1, 5, 32)).shape == (1, 5, 32) and type(layer.num_kv_heads) is int
 
 
 @pytest.mark.parametrize("reach", [(0.0, 8.0), (0.5, 65.0), (NAN, 8.0), (0.5, 4.0, 8.0)], ids=str)
