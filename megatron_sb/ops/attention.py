@@ -8,6 +8,7 @@ of each head (reach), and beta_ij = f_i * sigmoid(z_ij) (forget_gate).
 """
 
 from collections.abc import Callable
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -19,6 +20,54 @@ from megatron_sb.validation import check_flag, check_optional_tensors, check_ten
 over_ranks: Callable | None = None
 
 
+@overload
+def stickbreaking_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = ...,
+    attend_current: bool = ...,
+    mass_threshold: float = ...,
+    return_mass: Literal[False] = ...,
+    logits: str = ...,
+    forget_gate: Tensor | None = ...,
+    query_bias: Tensor | None = ...,
+    key_bias: Tensor | None = ...,
+    reach: tuple[float, float] | None = ...,
+) -> Tensor: ...
+@overload
+def stickbreaking_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = ...,
+    attend_current: bool = ...,
+    mass_threshold: float = ...,
+    return_mass: Literal[True],
+    logits: str = ...,
+    forget_gate: Tensor | None = ...,
+    query_bias: Tensor | None = ...,
+    key_bias: Tensor | None = ...,
+    reach: tuple[float, float] | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def stickbreaking_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = ...,
+    attend_current: bool = ...,
+    mass_threshold: float = ...,
+    return_mass: bool,
+    logits: str = ...,
+    forget_gate: Tensor | None = ...,
+    query_bias: Tensor | None = ...,
+    key_bias: Tensor | None = ...,
+    reach: tuple[float, float] | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def stickbreaking_attention(
     q: Tensor,
     k: Tensor,

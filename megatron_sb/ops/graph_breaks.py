@@ -3,6 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -12,7 +13,10 @@ _WHY_NOT_COMPILED = (
 )
 
 
-def outside_graphs(function: Callable) -> Callable:
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def outside_graphs(function: Function) -> Function:
     """Make torch.compile break its graph at calls of the function.
 
     This is torch.compiler.disable without its import of the compiler, which takes seconds. torch.compile reads the
@@ -27,6 +31,6 @@ def outside_graphs(function: Callable) -> Callable:
             disabled = torch.compiler.disable(function, reason=_WHY_NOT_COMPILED)
         return (disabled or function)(*args, **kwargs)
 
-    call._torchdynamo_disable = True
-    call._torchdynamo_disable_msg = _WHY_NOT_COMPILED
-    return call
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    call._torchdynamo_disable_msg = _WHY_NOT_COMPILED  # type: ignore[attr-defined]
+    return cast(Function, call)

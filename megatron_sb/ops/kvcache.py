@@ -5,6 +5,8 @@ keys with more columns, in the form that the kernels read (`stored_keys`). So ev
 can hold these keys.
 """
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
@@ -122,6 +124,69 @@ def keys_and_gates(
     return keys, first + (second + third)  # both sums are exact
 
 
+@overload
+def stickbreaking_attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None = ...,
+    cache_leftpad: Tensor | None = ...,
+    k: Tensor | None = ...,
+    v: Tensor | None = ...,
+    scale: float | None = ...,
+    attend_current: bool = ...,
+    mass_threshold: float = ...,
+    logits: str = ...,
+    forget_gate: bool = ...,
+    query_bias: Tensor | None = ...,
+    key_bias: bool = ...,
+    reach: tuple[float, float] | None = ...,
+    return_mass: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def stickbreaking_attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None = ...,
+    cache_leftpad: Tensor | None = ...,
+    k: Tensor | None = ...,
+    v: Tensor | None = ...,
+    scale: float | None = ...,
+    attend_current: bool = ...,
+    mass_threshold: float = ...,
+    logits: str = ...,
+    forget_gate: bool = ...,
+    query_bias: Tensor | None = ...,
+    key_bias: bool = ...,
+    reach: tuple[float, float] | None = ...,
+    return_mass: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def stickbreaking_attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None = ...,
+    cache_leftpad: Tensor | None = ...,
+    k: Tensor | None = ...,
+    v: Tensor | None = ...,
+    scale: float | None = ...,
+    attend_current: bool = ...,
+    mass_threshold: float = ...,
+    logits: str = ...,
+    forget_gate: bool = ...,
+    query_bias: Tensor | None = ...,
+    key_bias: bool = ...,
+    reach: tuple[float, float] | None = ...,
+    return_mass: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def stickbreaking_attention_with_kvcache(
     q: Tensor,
     k_cache: Tensor,

@@ -1,6 +1,7 @@
 """Stick-breaking attention over packed documents on one device."""
 
 from numbers import Integral
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -14,6 +15,66 @@ from megatron_sb.validation import check_flag, check_optional_tensors, check_ten
 _MAX_INT32 = 2**31 - 1  # no document has more rows
 
 
+@overload
+def stickbreaking_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int | None = ...,
+    *,
+    cu_seqlens_k: Tensor | None = ...,
+    max_seqlen_k: int | None = ...,
+    scale: float | None = ...,
+    attend_current: bool = ...,
+    mass_threshold: float = ...,
+    return_mass: Literal[False] = ...,
+    logits: str = ...,
+    forget_gate: Tensor | None = ...,
+    query_bias: Tensor | None = ...,
+    key_bias: Tensor | None = ...,
+    reach: tuple[float, float] | None = ...,
+) -> Tensor: ...
+@overload
+def stickbreaking_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int | None = ...,
+    *,
+    cu_seqlens_k: Tensor | None = ...,
+    max_seqlen_k: int | None = ...,
+    scale: float | None = ...,
+    attend_current: bool = ...,
+    mass_threshold: float = ...,
+    return_mass: Literal[True],
+    logits: str = ...,
+    forget_gate: Tensor | None = ...,
+    query_bias: Tensor | None = ...,
+    key_bias: Tensor | None = ...,
+    reach: tuple[float, float] | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def stickbreaking_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int | None = ...,
+    *,
+    cu_seqlens_k: Tensor | None = ...,
+    max_seqlen_k: int | None = ...,
+    scale: float | None = ...,
+    attend_current: bool = ...,
+    mass_threshold: float = ...,
+    return_mass: bool,
+    logits: str = ...,
+    forget_gate: Tensor | None = ...,
+    query_bias: Tensor | None = ...,
+    key_bias: Tensor | None = ...,
+    reach: tuple[float, float] | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def stickbreaking_attention_varlen(
     q: Tensor,
     k: Tensor,

@@ -83,6 +83,7 @@ def test_an_archive_of_the_sources_has_what_a_build_needs(tmp_path):
     for folder, pattern in (("csrc", "*.*"), ("cmake", "*.*"), ("megatron_sb", "*.py")):
         tracked = {path.relative_to(ROOT) for path in (ROOT / folder).rglob(pattern) if "__pycache__" not in path.parts}
         assert tracked and not [path for path in tracked if not (root / path).is_file()], folder
+    assert (root / "megatron_sb" / "py.typed").is_file()  # type checkers ignore the annotations of others
     (tmp_path / "out").mkdir()
     done = call_hook("prepare_metadata_for_build_wheel", tmp_path / "out", CPU, root)
     assert done.returncode == 0, done.stderr
