@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,12 +53,26 @@ def devices_of(evaluations: Sequence[dict[str, Any]]) -> str:
     return " and ".join(dict.fromkeys(evaluation["device"] for evaluation in evaluations))
 
 
+def finite(value: Any) -> Any:
+    """Return what JSON can hold of a value: None in place of each number that is not finite, in every list and mapping.
+
+    Example:
+        >>> finite({"nll": [0.5, float("nan")]})
+        {'nll': [0.5, None]}
+    """
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def write_results(out: Path, results: dict[str, Any], table: str, figure: Any, device: str) -> None:
     """Write results.json, table.md and picture.png into `out` and print the table. Each file is replaced atomically.
 
     Args:
         out: output folder; it is created if needed.
-        results: content of results.json, to which `provenance` is added.
+        results: content of results.json, to which `provenance` is added. Numbers that are not finite become null.
         table: Markdown.
         figure: a matplotlib figure, which this function closes.
         device: the hardware that was measured, in words.
@@ -66,7 +81,7 @@ def write_results(out: Path, results: dict[str, Any], table: str, figure: Any, d
 
     out.mkdir(parents=True, exist_ok=True)
     measured = provenance(device)
-    write_atomically(out / "results.json", json.dumps(measured | results, indent=1) + "\n")
+    write_atomically(out / "results.json", json.dumps(finite(measured | results), indent=1, allow_nan=False) + "\n")
     write_atomically(out / "table.md", f"{table}\n{measured['date']}, {measured['device']}\n")
     save(figure, out / "picture.png")
     print(f"{table}\nSee {out}/table.md, {out}/picture.png and {out}/results.json.")

@@ -319,8 +319,16 @@ def test_the_files_of_an_experiment(tmp_path, capsys):
     assert [(cell[0], cell[-1]) for cell in cells_of(alignment)] == [(":", "-"), ("-", ":")]
     figure, axes = pyplot.subplots()
     axes.plot([1, 2])
-    tables.write_results(tmp_path / "out", {"accuracy": {"8": 0.5}}, table, figure, "2 x Any GPU")
-    written = json.loads((tmp_path / "out" / "results.json").read_text())
+    tables.write_results(
+        tmp_path / "out",
+        {"accuracy": {"8": 0.5}, "nll": [float("nan"), (1.0, float("inf"))]},
+        table,
+        figure,
+        "2 x Any GPU",
+    )
+    text = (tmp_path / "out" / "results.json").read_text()
+    written = json.loads(text, parse_constant=pytest.fail)  # called for NaN and Infinity, which are not JSON
+    assert written["nll"] == [None, [1.0, None]]  # of a model that has diverged
     assert written["accuracy"] == {"8": 0.5} and written["date"] > "2020" and written["device"] == "2 x Any GPU"
     assert (tmp_path / "out" / "table.md").read_text() == f"{table}\n{written['date']}, 2 x Any GPU\n"
     assert (tmp_path / "out" / "picture.png").read_bytes()[:4] == b"\x89PNG"
