@@ -41,6 +41,8 @@ NAME = "stickbreaking"
 NO_ROTATION = "none (needs: import megatron_sb.huggingface)"
 NO_ROTATION_0_1 = "none"  # its name in checkpoints of version 0.1
 MODEL_TYPE = "stick_breaking"  # of StickBreakingConfig. Its models have no positions.
+# Model types with rotary positions that compute the attention themselves. They ignore attn_implementation.
+OWN_ATTENTION = ("gpt_neox_japanese",)
 # Keyword arguments that models pass to the attention, and the only supported value of each.
 REQUIRED_VALUES = dict.fromkeys(
     ("sliding_window", "softcap", "s_aux", "sinks", "position_bias", "head_mask", "indices", "block_indices")
@@ -78,7 +80,7 @@ def without_positions(config: PreTrainedConfig) -> PreTrainedConfig:
 
     Raises:
         TypeError: if config is not a configuration of transformers, but for example a model.
-        ValueError: if the configuration has no rope_parameters.
+        ValueError: if the configuration has no rope_parameters, or its model ignores attn_implementation.
 
     Example:
         >>> from transformers import LlamaConfig
@@ -89,6 +91,7 @@ def without_positions(config: PreTrainedConfig) -> PreTrainedConfig:
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"config must be a PreTrainedConfig of transformers, got {type(config).__name__}.")
     text = config.get_text_config()
+    _check_calls_attention(text)
     rope = getattr(text, "rope_parameters", None)
     if not rope:
         raise ValueError(f"config must have rope_parameters, got {text.model_type!r} without them.")
@@ -349,12 +352,22 @@ def check_positions(module: nn.Module) -> None:
 
 def _check_position_kind(config: PreTrainedConfig) -> None:
     """Raise ValueError if the configuration has positions, or may have them, of a kind that cannot be disabled."""
+    _check_calls_attention(config)
     kind = getattr(config, "position_embedding_type", "rope")
     is_known = config.model_type == MODEL_TYPE or getattr(config, "rope_parameters", None) or kind != "rope"
     if not is_known:
         raise ValueError(
             f"attn_implementation={NAME!r} needs a model with rotary positions that can be disabled (rope_parameters), "
             f"got {config.model_type!r}, which has no positions or other ones."
+        )
+
+
+def _check_calls_attention(config: PreTrainedConfig) -> None:
+    """Raise ValueError if the model of a configuration would compute softmax, whatever its attn_implementation is."""
+    if config.model_type in OWN_ATTENTION:
+        raise ValueError(
+            f"attn_implementation={NAME!r} needs a model that calls the attention of attn_implementation, got "
+            f"{config.model_type!r}, which always computes softmax itself."
         )
 
 

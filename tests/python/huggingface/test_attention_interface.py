@@ -1,5 +1,6 @@
 """attn_implementation="stickbreaking" in decoders of transformers, compared with the oracle in the same models."""
 
+import dataclasses
 import itertools
 import os
 import re
@@ -17,13 +18,15 @@ from transformers import (
     BloomConfig,
     DynamicCache,
     GPT2Config,
+    GPTNeoXJapaneseConfig,
     LlamaConfig,
     StaticCache,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 import megatron_sb as sb
-from megatron_sb.huggingface import attention, without_positions
+from megatron_sb.huggingface import StickBreakingConfig, attention, without_positions
 from megatron_sb.huggingface.packing import document_mask
 from megatron_sb.ops.kvcache import attend_to_filled
 
@@ -403,6 +406,26 @@ def test_rotary_parameters_of_some_channels():
     torch.testing.assert_close(logits(make_model(config), ids), oracle_logits(config, ids), atol=2e-5, rtol=1e-4)
 
 
+def own_softmax():
+    """Make a configuration with rotary positions whose model ignores attn_implementation."""
+    return GPTNeoXJapaneseConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_multiple_size=1
+    )
+
+
+def test_the_list_of_decoders_that_ignore_the_attention_is_complete():
+    """transformers looks in the code of a model for its interface of attentions. The others have no rotary positions,
+    or raise KeyError for a name that they do not know."""
+    ignoring = {
+        config.model_type
+        for config, model in MODEL_FOR_CAUSAL_LM_MAPPING.items()
+        if model.__module__.startswith("transformers.")  # and not registered by another package
+        and "rope_parameters" in {field.name for field in dataclasses.fields(config)}
+        and not model._can_set_attn_implementation()
+    }
+    assert ignoring - {"falcon", StickBreakingConfig.model_type} == set(attention.OWN_ATTENTION)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -412,11 +435,13 @@ def test_rotary_parameters_of_some_channels():
             lambda: BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=VOCAB),
             "'bloom' positions",
         ),
+        (lambda: own_softmax(), "'gpt_neox_japanese' attention of attn_implementation"),
+        (lambda: without_positions(own_softmax()), "'gpt_neox_japanese' attention of attn_implementation"),
         (lambda: without_rotation("mistral", sliding_window=4), "sliding_window 4 None"),
         (lambda: without_rotation("gemma2", head_dim=16, layer_types=["full_attention"] * 2), "softcap 50.0 None"),
         (lambda: without_rotation("llama", is_causal=False), "is_causal False True"),
     ],
-    ids=["rotary", "learned", "own attention", "window", "soft cap", "bidirectional"],
+    ids=["rotary", "learned", "own attention", "own softmax", "own at once", "window", "soft cap", "bidirectional"],
 )
 def test_unsupported_models(config, words):
     with pytest.raises(ValueError, match=mentions(words)):
