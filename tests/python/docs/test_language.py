@@ -142,6 +142,7 @@ FOREIGN = (
     "died due to signal 9",
     "ensurepip is not available",
     "fused_weight_gradient_mlp_cuda",
+    "jvp is not implemented for the c++ API",
     "module is not found",
     "name 'TESpecProvider'",
     "no such option: -C",
