@@ -18,6 +18,7 @@ from megatron_sb.training.config.types import (
     NonNegativeFloat,
     NonNegativeInt,
     NumLayers,
+    NumRows,
     PositiveFloat,
     PositiveInt,
     Reach,
@@ -185,7 +186,7 @@ class StageConfig(Section):
     name: Name
     context_length: PositiveInt
     steps: PositiveInt
-    rows_per_step: PositiveInt
+    rows_per_step: NumRows
     learning_rate: PositiveFloat
     loss: Literal["tokens", "logits", "layers"] = "tokens"
     rows_per_micro_batch: PositiveInt | None = None

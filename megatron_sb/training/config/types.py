@@ -38,6 +38,7 @@ Float = Annotated[float, BeforeValidator(_to_float), Field(allow_inf_nan=False)]
 Bool = Annotated[bool, Strict()]
 PositiveInt = Annotated[Int, Field(gt=0)]
 NumLayers = Annotated[Int, Field(gt=0, le=2**16)]  # a list of the layers must fit into memory
+NumRows = Annotated[Int, Field(gt=0, le=2**20)]  # a list of the rows of a step must fit into memory
 NonNegativeInt = Annotated[Int, Field(ge=0)]
 Seed = Annotated[Int, Field(ge=0, lt=2**63)]  # Megatron-Core adds to it
 PositiveFloat = Annotated[Float, Field(gt=0)]

@@ -345,6 +345,7 @@ REFUSALS = {
     "stages.1.pad_multiple=12": r"stages\.1\.pad_multiple .* divide stages\.1\.context_length = 2048, got 12",
     "stages.1.warmup_steps=100": r"stages\.1\.warmup_steps must be less than stages\.1\.steps = 100, got 100",
     "stages.0.warmup_steps=0": r"stages\.0\.schedule = 'power' contradicts stages\.0\.warmup_steps = 0",
+    f"stages.0.rows_per_step={2**21}": rf"rows_per_step must be less than or equal to {2**20}, got {2**21}",
     "stages.0.rows_per_micro_batch=3": r"rows_per_micro_batch must divide 4, .*, got 3",
     "stages.0.warmup_start_rate=1": r"stages\.0\.warmup_start_rate .* stages\.0\.learning_rate = 0\.003, got 1\.0",
     "stages.1.power_coefficient=1": r"power_coefficient = 1\.0 contradicts stages\.1\.schedule = 'exponential'",
