@@ -46,7 +46,8 @@ def run_rank(config: TrainingConfig, command: Command) -> NoReturn:
     try:
         status = _run(config, command)
     except Exception as error:  # the supervisor ends the other ranks
-        print(f"rank {os.environ['RANK']} failed:{_describe(error)}", file=sys.stderr)
+        # The progress bar, which is rank 0's, has not ended its line.
+        print(f"\nrank {os.environ['RANK']} failed:{_describe(error)}", file=sys.stderr)
         status = EXIT_FAILED
     # Megatron-Core's checkpoints start helper processes, which os._exit would leave alive.
     for helper in multiprocessing.active_children():

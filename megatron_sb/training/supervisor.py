@@ -34,9 +34,13 @@ PARENT_PIPE = "MEGATRON_SB_PARENT_PIPE"
 NEWEST_CHECKPOINT = "megatron_sb/newest_checkpoint"  # key of the store: rank 0 sets it, the supervisor reads it
 
 
-def say(text: str) -> None:
-    """Print a message of `megatron-sb train` to standard error."""
-    print(f"megatron-sb train: {text}", file=sys.stderr, flush=True)
+def say(text: str, *, beside_bar: bool = False) -> None:
+    """Print a message of `megatron-sb train` to standard error.
+
+    beside_bar: whether rank 0 may show its progress bar, which has not ended its line. Default False.
+    """
+    start = "\n" if beside_bar else ""
+    print(f"{start}megatron-sb train: {text}", file=sys.stderr, flush=True)
 
 
 def note_checkpoint(path: Path) -> None:
@@ -172,16 +176,18 @@ def _wait(ranks: list[subprocess.Popen], received: list[int], timeout_seconds: f
             return max(codes)
         if received and deadline is None:
             deadline = time.monotonic() + timeout_seconds
-            say(f"{signal.Signals(received[0]).name} received; saving after this step. Send it again to end at once.")
+            name = signal.Signals(received[0]).name
+            say(f"{name} received; saving after this step. Send it again to end at once.", beside_bar=True)
             for process in ranks:
                 process.send_signal(received[0])
         if len(received) > 1:
-            say("second signal received; ending all ranks without saving")
+            say("second signal received; ending all ranks without saving", beside_bar=True)
             return 128 + received[0]
         if deadline and time.monotonic() > deadline:
             say(
                 f"the ranks have not stopped within parallel.timeout_seconds = {timeout_seconds:g}; "
-                "ending all ranks without saving"
+                "ending all ranks without saving",
+                beside_bar=True,
             )
             return 128 + received[0]
         time.sleep(POLL_SECONDS)
@@ -197,7 +203,7 @@ def _end_after_failure(ranks: list[subprocess.Popen], rank: int, received: list[
     saved = "This job has saved no checkpoint."
     if store.check([NEWEST_CHECKPOINT]):
         saved = f"Use --resume to continue from {store.get(NEWEST_CHECKPOINT).decode()}."
-    say(f"rank {rank} (process {ranks[rank].pid}) {how}{when}; ending the job. {saved}")
+    say(f"rank {rank} (process {ranks[rank].pid}) {how}{when}; ending the job. {saved}", beside_bar=True)
     deadline = time.monotonic() + GRACE_SECONDS
     while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)

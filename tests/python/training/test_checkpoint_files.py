@@ -316,7 +316,8 @@ def test_a_full_disk(config, tmp_path):
     options = [*SHORT, "report.interval=100", "--out", out]
     done = run_python([limited, *FORKED_TRAIN, config, *options], seconds=TIMEOUT_SECONDS)
     saved = out / "stick_breaking" / "checkpoints" / "short-000002"
-    assert done.returncode == 1 and f"rank 0 failed: {saved} could not be saved: " in done.stderr, done.stderr
+    # Not in the line of the progress bar.
+    assert done.returncode == 1 and f"\nrank 0 failed: {saved} could not be saved: " in done.stderr, done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"), naming(Path("/dev/full")):
         Path("/dev/full").write_text("more than fits")
