@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import shutil
 from pathlib import Path
 
 import torch
@@ -183,10 +182,10 @@ def save(model: StickBreakingForCausalLM, out: str | Path, to: str, tokenizer: s
 
     Raises:
         FileNotFoundError: if `tokenizer` is not a folder.
-        ValueError: if `model` is not a `StickBreakingForCausalLM`, `to` is not one of `FORMATS`, `out` exists, or the
-            model has an option that the format does not support. Or if the weights are not those that the model's
-            configuration describes, as with adapters. Or if a multiplier cannot be folded: it is 0 or not finite, or a
-            weight overflows its dtype.
+        ValueError: if `model` is not a `StickBreakingForCausalLM`, `to` is not one of `FORMATS`, `out` exists or is
+            being written by another process, or the model has an option that the format does not support. Or if the
+            weights are not those that the model's configuration describes, as with adapters. Or if a multiplier cannot
+            be folded: it is 0 or not finite, or a weight overflows its dtype.
         CheckpointError: if the folder cannot be written, for example because the disk is full.
 
     Example:
@@ -208,18 +207,16 @@ def save(model: StickBreakingForCausalLM, out: str | Path, to: str, tokenizer: s
     out = Path(out)
     temporary = out.with_name(f".{out.name}.tmp")
     new_parents = [parent for parent in out.absolute().parents if not parent.exists()]  # innermost first
-    shutil.rmtree(temporary, ignore_errors=True)
     try:
-        temporary.mkdir(parents=True)
-        _save(model, temporary, to)
-        files.give_usual_modes(temporary)
-        if tokenizer is not None:
-            files.copy_tokenizer(Path(tokenizer), temporary)
-        temporary.rename(out)
+        with files.new_folder(temporary):
+            _save(model, temporary, to)
+            files.give_usual_modes(temporary)
+            if tokenizer is not None:
+                files.copy_tokenizer(Path(tokenizer), temporary)
+            temporary.rename(out)
     except (OSError, SafetensorError, CheckpointException) as error:
         raise CheckpointError(f"{out} could not be written: {cause_of(error)}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
         for parent in new_parents:
             with contextlib.suppress(OSError):  # it does not exist, or holds `out`
                 parent.rmdir()

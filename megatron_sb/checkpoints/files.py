@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -163,6 +164,46 @@ def write(folder: Path, config: dict, tensors: dict[str, Tensor]) -> None:
     """Write config.json and model.safetensors into an existing folder."""
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def new_folder(temporary: Path) -> Iterator[None]:
+    """Create an empty folder for a conversion that writes there, and remove what is left of it at the end.
+
+    What a killed conversion has left is removed first. The folder is locked, because another one could be writing there
+    now, to the same place. On a file system without locks of folders, two of them are not detected.
+
+    Raises:
+        ValueError: another conversion writes there.
+    """
+    temporary.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(temporary, os.O_RDONLY)
+    try:
+        _lock(descriptor, temporary)
+        try:
+            for left_over in temporary.iterdir():
+                if left_over.is_dir():
+                    shutil.rmtree(left_over)
+                else:
+                    left_over.unlink()
+            yield
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    """Lock an open folder. Raise ValueError if another process holds the lock, or has just moved the folder away."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_ours = folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat())
+    except BlockingIOError:
+        is_ours = False
+    except OSError:  # a file system without locks of folders
+        is_ours = True
+    if not is_ours:
+        raise InputError(f"out must be written by one command at a time, got another one that writes {folder}.")
 
 
 def give_usual_modes(folder: Path) -> None:

@@ -56,6 +56,25 @@ def test_heads_that_a_format_does_not_store(to, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_two_commands_do_not_write_one_folder(tmp_path, monkeypatch):
+    """The second one removed the unfinished files of the first. What a killed one left does not count."""
+    (tmp_path / ".out.tmp" / "release").mkdir(parents=True)
+    model, write, refused = make_model(**TO_CONVERT), checkpoints._save, []
+
+    def save(*arguments):
+        with pytest.raises(
+            InputError, match=r"out must be written by one command at a time, got another one that writes"
+        ):
+            checkpoints.save(model, tmp_path / "out", "fla")
+        refused.append(True)
+        write(*arguments)
+
+    monkeypatch.setattr(checkpoints, "_save", save)
+    checkpoints.save(model, tmp_path / "out", "dolomite")
+    assert refused == [True] and checkpoints.format_of(tmp_path / "out") == "dolomite"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.json", "model.safetensors", "out"]
+
+
 @pytest.mark.parametrize("out", ["new/..", "..", ".", "/"])
 def test_a_parent_as_out(out, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
