@@ -44,6 +44,7 @@ def check_initial_checkpoint(config: TrainingConfig) -> None:
     _check_attention(config, folder)
     _check_own_weights(config, folder, metadata)
     _check_sizes(config, folder, metadata)
+    _check_heads(config, folder)
 
 
 def attention_kind(folder: Path) -> str | None:
@@ -57,13 +58,19 @@ def attention_kind(folder: Path) -> str | None:
 
 def _configured_kind(model: Path) -> str | None:
     """Return the kind in RUN/config.yaml of the model RUN/MODEL, or None if there is no such file with this model."""
+    entry = _configured(model, "attention", model.name, "kind")
+    return entry if isinstance(entry, str) else None
+
+
+def _configured(model: Path, *path: str) -> object:
+    """Return a field in RUN/config.yaml of the model RUN/MODEL, or None if there is no such file with this field."""
     try:
         entry = yaml.safe_load((model.parent / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return None  # the file of something else
-    for name in ("attention", model.name, "kind"):
+    for name in path:
         entry = entry.get(name) if isinstance(entry, dict) else None
-    return entry if isinstance(entry, str) else None
+    return entry
 
 
 def _check_attention(config: TrainingConfig, folder: Path) -> None:
@@ -132,3 +139,16 @@ def _check_sizes(config: TrainingConfig, folder: Path, metadata: Metadata) -> No
             f"initial_checkpoint must hold a model of the configured sizes, {expected:,} weights, got {folder} with "
             f"{found:,}. The weights of the attention's own options are not counted."
         )
+
+
+def _check_heads(config: TrainingConfig, folder: Path) -> None:
+    """Compare the heads with those of the run that has saved the checkpoint, if its config.yaml is there.
+
+    The weights have the same shapes with other heads of other widths, so nothing else would report them.
+    """
+    for name in ("num_heads", "num_kv_heads", "head_dim"):
+        found, own = _configured(folder.resolve().parent.parent, "model", name), getattr(config.model, name)
+        if isinstance(found, int) and found != own:
+            raise InputError(
+                f"model.{name} must be {found} to start from {folder}, as in the configuration of its run, got {own}."
+            )

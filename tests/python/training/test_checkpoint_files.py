@@ -299,6 +299,15 @@ def test_an_initial_checkpoint_of_another_size(change, config, checkpoint):
         check_initial_checkpoint(changed)
 
 
+def test_an_initial_checkpoint_with_other_heads(config, finished):
+    """Their weights have the same shapes."""
+    (start,) = (finished / "stick_breaking" / "checkpoints").glob("extended-*5")
+    options = [*SHORT, f"initial_checkpoint={start}"]
+    check_initial_checkpoint(load_config(config, options))
+    with pytest.raises(ValueError, match=rf"model\.num_heads must be 2 to start from {start}, .* got 4\."):
+        check_initial_checkpoint(load_config(config, [*options, "model.num_heads=4", "model.num_kv_heads=2"]))
+
+
 # Runs a script with its arguments. Python would cut off the compiled modules that it caches.
 LIMITED = """
 import resource, runpy, sys
