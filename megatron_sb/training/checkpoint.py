@@ -15,8 +15,9 @@ import os
 import pickle
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -26,6 +27,8 @@ from megatron_sb.validation import MissingFileError, naming
 
 # What readers and writers of checkpoints raise for bad files. The first comes from every rank at once.
 FAILURES = (CheckpointException, OSError, ValueError, KeyError, pickle.UnpicklingError)
+
+Found = TypeVar("Found")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +125,7 @@ class CheckpointDirectory:
             CheckpointError: The checkpoint cannot be written, for example because the disk is full.
         """
         final = self.path(progress)
-        if self.latest() == progress:
+        if agreed(lambda: self.latest() == progress):
             return final
         try:
             self._write(engine, progress, final)
@@ -162,6 +165,17 @@ class CheckpointDirectory:
         steps = sorted(step for step in saved if step <= newest.step)
         for step in steps[: -self._keep]:
             shutil.rmtree(saved[step])
+
+
+def agreed(find: Callable[[], Found]) -> Found:
+    """Return what rank 0 finds, on every rank. Collective.
+
+    On a network file system, another machine can see a new file of rank 0 seconds later. Ranks that found different
+    files would call different collectives, or train on from different steps.
+    """
+    answer = [find() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(answer, src=0)
+    return answer[0]
 
 
 def newest_checkpoint(root: Path) -> Path:

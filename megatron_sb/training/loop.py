@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_sb.processes import garbage_collection_paused
-from megatron_sb.training.checkpoint import CheckpointDirectory, Progress, load
+from megatron_sb.training.checkpoint import CheckpointDirectory, Progress, agreed, load
 from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.data import rows_ahead
 from megatron_sb.training.evaluate import Watch, read_result
@@ -143,10 +143,10 @@ class Job:
             Diverged: The loss or gradient of a step is not finite. That step is not saved.
         """
         for model in self._config.compare:
-            if self._is_finished(model):
+            if agreed(lambda model=model: self._is_finished(model)):
                 continue
             directory = self._checkpoints(model)
-            progress = directory.latest()
+            progress = agreed(directory.latest)
             if progress and self._report:
                 note_checkpoint(directory.path(progress))
             names = [stage.name for stage in self._config.stages]
@@ -172,7 +172,7 @@ class Job:
     ) -> Progress:
         """Train the remaining steps of a stage, then evaluate unless that is done."""
         trained = progress is not None and (progress.stage, progress.step) == (stage.name, stage.steps)
-        if trained and not self._scalings_to_evaluate(model, stage, stage.steps):
+        if trained and not agreed(lambda: self._scalings_to_evaluate(model, stage, stage.steps)):
             return progress
         task = self._task
         engine = self._engine_for(model, stage, directory, progress)
@@ -296,7 +296,7 @@ class Job:
     def _evaluate(
         self, model: str, stage: StageConfig, engine: Any, directory: CheckpointDirectory, progress: Progress
     ) -> None:
-        """Evaluate what is not evaluated yet. The first batch is a collective: every rank has then read what is."""
+        """Evaluate what is not evaluated yet."""
         step = progress.step
 
         def on_length(result: dict[str, Any]) -> None:
@@ -309,7 +309,7 @@ class Job:
                 saved = directory.save(engine, progress)
                 raise Interrupted(stop, f"while evaluating step {step} of {model} / {stage.name}; saved {saved}")
 
-        scalings = self._scalings_to_evaluate(model, stage, step)
+        scalings = agreed(lambda: self._scalings_to_evaluate(model, stage, step))
         for scaling in scalings:
             results = self._task.evaluate(engine, stage, scaling, Watch(on_length, on_batch))
             if self._report:

@@ -69,3 +69,18 @@ def test_a_resumed_run_removes_a_half_written_checkpoint(tmp_path, one_rank):
     checkpoints = CheckpointDirectory(tmp_path, keep=2)
     assert checkpoints.restore_latest() == [] and not half.exists()
     assert CheckpointDirectory(tmp_path / "nothing", keep=2).restore_latest() == []
+
+
+def test_ranks_agree_on_the_newest_checkpoint(tmp_path, one_rank, monkeypatch):
+    """A rank of another machine can see `latest` later than rank 0. It saved alone then, and waited for the others."""
+    checkpoints = CheckpointDirectory(tmp_path, keep=2)
+    checkpoints.save(Engine(), progress("a", 1))
+
+    def broadcast(answer, src):
+        assert (answer, src) == ([None], 0)
+        answer[0] = True  # rank 0 finds that the checkpoint of step 2 is the newest one
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
+    assert checkpoints.save(Engine(), progress("a", 2)) == tmp_path / "a-000002"
+    assert names(tmp_path) == ["a-000001", "latest"]
