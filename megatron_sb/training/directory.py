@@ -39,12 +39,28 @@ RESULTS = ("metrics.jsonl", "evaluation", "*/checkpoints")  # what only a run wr
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics.jsonl, without a last line that a crash cut off. Without the file, none."""
+    """Return the lines of a run's metrics.jsonl, without a last line that a crash cut off. Without the file, none.
+
+    Raises:
+        ValueError: Another line is damaged, as after the machine has stopped.
+    """
     path = directory / "metrics.jsonl"
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return [_metrics_of(path, number, line) for number, line in enumerate(lines[:-1], start=1)]
+
+
+def _metrics_of(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise InputError(
+            f"line {number} of {path} is damaged, got {line[:80]!r}. Remove the line: it is a record only."
+        )
+    return found
 
 
 def prepare_directory(config: TrainingConfig, out: str | None, resume: bool) -> tuple[Path, IO]:

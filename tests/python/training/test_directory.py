@@ -14,6 +14,7 @@ import pytest
 from megatron_sb.training import directory
 from megatron_sb.training.config import load_config, to_yaml
 from megatron_sb.training.directory import check_is_marked, hold, mark, prepare_directory
+from megatron_sb.validation import InputError
 
 CONFIG = load_config(Path(__file__).parents[3] / "configs" / "tiny_context_extension.yaml", ["name=small"])
 
@@ -134,3 +135,16 @@ def test_other_ranks_see_the_directory_of_this_job(tmp_path):
         late.start()
         check_is_marked(of_another_machine, token, 20.0)
         late.join()
+
+
+@pytest.mark.parametrize(
+    "line", [b'{"loss": ', b"\0\0", b"\xff", b"[1]", b""], ids=["cut", "zeros", "no UTF-8", "list", "empty"]
+)
+def test_a_damaged_line_of_metrics(line, tmp_path):
+    """As after a machine that stopped. A last line without an end is one that a crash cut off."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"loss": 1.0}\n' + line)
+    assert directory.read_metrics(tmp_path) == [{"loss": 1.0}]
+    path.write_bytes(b'{"loss": 1.0}\n' + line + b'\n{"loss": 0.5}\n')
+    with pytest.raises(InputError, match=rf"line 2 of {path} is damaged, got .* Remove the line"):
+        directory.read_metrics(tmp_path)
