@@ -129,6 +129,7 @@ def load(
         files.check_no_weights(source, "Missing weights", {megatron.EMBEDDING} - found.keys())
         files.check_shape(source, megatron.EMBEDDING, found[megatron.EMBEDDING], (None, None))
         model_config = _megatron_config(source, config, len(found[megatron.EMBEDDING]), swap_attention)
+        _check_heads(source, model_config, config)
         weights = megatron.to_ours(found, model_config, source)
     else:
         with files.naming_config(source / "config.json"):
@@ -332,6 +333,20 @@ def _megatron_config(
     if attention.kind != "softmax":
         check_scale_once(source, f"{path}: the scale of the model's attention", attention.scale)
     return megatron.config_of(training, attention, vocab_size)
+
+
+def _check_heads(source: Path, model_config: StickBreakingConfig, config: str | Path | None) -> None:
+    """Raise ValueError if a checkpoint records other heads. Its weights have the same shapes with other heads."""
+    from megatron_sb.checkpoints import megatron
+    from megatron_sb.training.initial_checkpoint import recorded_heads
+
+    own = megatron.heads_of(model_config)
+    for name, found in recorded_heads(source).items():
+        if found != own.get(name, found):
+            raise InputError(
+                f"config must describe the model in {source}, whose {name} is {found}, got {str(config)!r}, where it "
+                f"is {own[name]}."
+            )
 
 
 def _model_with_weights(config: StickBreakingConfig, weights: dict, source: Path) -> StickBreakingForCausalLM:

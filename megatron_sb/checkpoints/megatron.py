@@ -16,7 +16,7 @@ from megatron_sb.checkpoints.layouts import fuse_glu, fuse_qkv, parts_of_qkv, sp
 from megatron_sb.checkpoints.runs import RELEASE, TRACKER, only_stick_breaking_model
 from megatron_sb.huggingface import StickBreakingConfig
 from megatron_sb.megatron.integrity import write_checksums
-from megatron_sb.megatron.weights import LAYERS, write_attention_kind, write_weights
+from megatron_sb.megatron.weights import HEADS, LAYERS, write_attention_kind, write_weights
 from megatron_sb.training.config import LayerAttentionConfig, StickBreakingAttentionConfig, TrainingConfig
 from megatron_sb.validation import InputError
 
@@ -149,6 +149,11 @@ def to_ours(found: dict[str, Tensor], config: StickBreakingConfig, folder: Path)
     return converted
 
 
+def heads_of(config: StickBreakingConfig) -> dict[str, int]:
+    """Return the heads of a model by the names in `HEADS`."""
+    return dict(zip(HEADS, (config.num_attention_heads, config.num_key_value_heads, config.head_dim), strict=True))
+
+
 def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) -> None:
     """Write a checkpoint of the weights, without optimizer state, for `--load` of Megatron-LM's scripts.
 
@@ -163,7 +168,7 @@ def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) 
     converted |= {theirs: weights[ours] for ours, theirs in OUTER.items() if ours not in tied}
     (folder / RELEASE).mkdir()
     write_weights(folder / RELEASE, converted, config.num_hidden_layers, config.num_experts)
-    write_attention_kind(folder / RELEASE, "stick_breaking", folded_scale)
+    write_attention_kind(folder / RELEASE, "stick_breaking", folded_scale, heads_of(config))
     write_checksums(folder / RELEASE)
     (folder / TRACKER).write_text(RELEASE, encoding="utf-8")
 

@@ -23,8 +23,9 @@ import contextlib
 import itertools
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -37,6 +38,7 @@ from megatron_sb.megatron.settings import MARKER
 from megatron_sb.megatron.shards import PREFIXES, join_shards
 from megatron_sb.validation import InputError, read_json_object
 
+HEADS = ("num_heads", "num_kv_heads", "head_dim")  # fields of the trainer's `model`
 ATTENTION = "attention.json"  # the checkpoint's own name for its model's attention; Megatron-Core does not read it
 FOLDED_SCALE = "folded_scale"  # field of this file, in checkpoints that `checkpoints.save` wrote
 LAYERS, EXTRA_STATE = "decoder.layers.", "_extra_state"
@@ -117,15 +119,19 @@ def has_optimizer_of_attention(folder: Path) -> bool:
     return bool(moments) and not any(EMBEDDING in name for name in moments)
 
 
-def write_attention_kind(folder: Path, kind: str, folded_scale: float | None = None) -> None:
-    """Record the kind of attention of a checkpoint's model. The names of the weights do not tell it.
+def write_attention_kind(
+    folder: Path, kind: str, folded_scale: float | None = None, heads: Mapping[str, int] | None = None
+) -> None:
+    """Record the attention of a checkpoint's model. The names and shapes of the weights do not tell it.
 
     Args:
         folder: folder of the checkpoint.
         kind: "stick_breaking", "softmax" or "mixed".
         folded_scale: scale of the logits that was folded into the weights. Default None: none was.
+        heads: `HEADS` of the model. Default None: they are not recorded.
     """
-    record = {"kind": kind} if folded_scale is None else {"kind": kind, FOLDED_SCALE: folded_scale}
+    record: dict[str, Any] = {"kind": kind} if folded_scale is None else {"kind": kind, FOLDED_SCALE: folded_scale}
+    record |= {"heads": dict(heads)} if heads is not None else {}
     (folder / ATTENTION).write_text(json.dumps(record), encoding="utf-8")
 
 
@@ -144,6 +150,17 @@ def check_scale_once(folder: Path, name: str, scale: float | None) -> None:
             f"{name} must be null for {folder}, whose weights contain the scale {folded} since their conversion, got "
             f"{scale}. Remove it from the configuration."
         )
+
+
+def read_heads(folder: Path) -> dict[str, int]:
+    """Return the `HEADS` that `write_attention_kind` recorded; {} if it recorded none, as in earlier versions.
+
+    Raises:
+        ValueError: if the record cannot be read.
+    """
+    path = folder / ATTENTION
+    heads = read_json_object(path).get("heads") if path.exists() else None
+    return heads if isinstance(heads, dict) else {}
 
 
 def read_attention_kind(folder: Path) -> str | None:

@@ -11,7 +11,14 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from megatron_sb.megatron.integrity import check_files
 from megatron_sb.megatron.metadata import read_metadata
 from megatron_sb.megatron.shards import SHARD
-from megatron_sb.megatron.weights import EXTRA_STATE, belongs_to_optimizer, check_scale_once, read_attention_kind
+from megatron_sb.megatron.weights import (
+    EXTRA_STATE,
+    HEADS,
+    belongs_to_optimizer,
+    check_scale_once,
+    read_attention_kind,
+    read_heads,
+)
 from megatron_sb.training.config import GatedDeltaNetConfig, SoftmaxAttentionConfig, TrainingConfig, count_parameters
 from megatron_sb.validation import InputError
 
@@ -141,14 +148,18 @@ def _check_sizes(config: TrainingConfig, folder: Path, metadata: Metadata) -> No
         )
 
 
-def _check_heads(config: TrainingConfig, folder: Path) -> None:
-    """Compare the heads with those of the run that has saved the checkpoint, if its config.yaml is there.
+def recorded_heads(folder: Path) -> dict[str, int]:
+    """Return the heads of the model in a checkpoint by the names in `HEADS`, as far as anything records them.
 
-    The weights have the same shapes with other heads of other widths, so nothing else would report them.
+    Earlier versions recorded them only in the run's config.yaml: the folder is then RUN/MODEL/checkpoints/STEP.
     """
-    for name in ("num_heads", "num_kv_heads", "head_dim"):
-        found, own = _configured(folder.resolve().parent.parent, "model", name), getattr(config.model, name)
-        if isinstance(found, int) and found != own:
-            raise InputError(
-                f"model.{name} must be {found} to start from {folder}, as in the configuration of its run, got {own}."
-            )
+    run = folder.resolve().parent.parent
+    found = read_heads(folder) or {name: _configured(run, "model", name) for name in HEADS}
+    return {name: number for name, number in found.items() if isinstance(number, int)}
+
+
+def _check_heads(config: TrainingConfig, folder: Path) -> None:
+    """Compare the heads. The weights have the same shapes with other heads of other widths."""
+    for name, found in recorded_heads(folder).items():
+        if name in HEADS and found != (own := getattr(config.model, name)):
+            raise InputError(f"model.{name} must be {found} to start from {folder}, whose model has it, got {own}.")

@@ -33,7 +33,7 @@ from megatron_sb.megatron.statistics import (
     stick_breaking_layers,
     watched,
 )
-from megatron_sb.megatron.weights import has_optimizer_of_attention, write_attention_kind
+from megatron_sb.megatron.weights import HEADS, has_optimizer_of_attention, write_attention_kind
 from megatron_sb.ops.context_parallel import shard_sequence
 from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.engine.backends import MegatronBackend, TorchBackend
@@ -257,7 +257,8 @@ class Engine:
         """Write model and optimizer into an existing directory. Collective. Training has no random state to save."""
         self._backend.save(path)
         if dist.get_rank() == 0:
-            write_attention_kind(path, self._attention_kind)
+            heads = {name: getattr(self._config.model, name) for name in HEADS}
+            write_attention_kind(path, self._attention_kind, heads=heads)
 
     def load(self, path: Path) -> None:
         """Read what `save` wrote, possibly under another parallel layout. Collective.

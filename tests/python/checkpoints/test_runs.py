@@ -7,9 +7,11 @@ import torch
 from support import decoders
 
 from megatron_sb import checkpoints, cli
+from megatron_sb.huggingface import StickBreakingConfig
 from megatron_sb.megatron.integrity import write_checksums
 from megatron_sb.megatron.weights import write_attention_kind
 from megatron_sb.training import config as configuration
+from megatron_sb.validation import InputError
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 OPTIONS = {
@@ -77,6 +79,23 @@ def test_models_that_no_format_supports(model, message, named, tmp_path):
     folder, _ = save(tmp_path, model, config)
     with pytest.raises(ValueError, match=message):
         checkpoints.load(folder, tmp_path / "config.yaml" if named else None)
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "of the run"])
+def test_another_number_of_heads(recorded, tmp_path):
+    """Their weights have the same shapes. Earlier versions did not record the heads."""
+    config = configuration.load_config(CONFIGS / "tiny_context_extension.yaml")
+    folder, _ = save(tmp_path / "run", "stick_breaking", config)
+    back = checkpoints.load(folder)
+    if recorded:  # also without the run
+        checkpoints.save(back, tmp_path / "out", "megatron")
+        folder = tmp_path / "out" / "release"
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 16}
+    StickBreakingConfig(**back.config.to_dict() | sizes).save_pretrained(tmp_path / "other")
+    with pytest.raises(InputError, match=r"config must describe the model in .* num_heads is 4, got .*, where it is 8"):
+        checkpoints.load(folder, tmp_path / "other")
+    back.config.save_pretrained(tmp_path / "same")
+    assert checkpoints.load(folder, tmp_path / "same").config.num_attention_heads == 4
 
 
 def test_softmax_attention_with_gates(tmp_path):

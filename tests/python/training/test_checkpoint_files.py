@@ -1,6 +1,7 @@
 """Checkpoints that a job must not load: hostile ones, damaged ones, and those of another model."""
 
 import io
+import json
 import os
 import pickle
 import shutil
@@ -304,6 +305,7 @@ def test_an_initial_checkpoint_with_other_heads(config, finished):
     (start,) = (finished / "stick_breaking" / "checkpoints").glob("extended-*5")
     options = [*SHORT, f"initial_checkpoint={start}"]
     check_initial_checkpoint(load_config(config, options))
+    assert json.loads((start / "attention.json").read_text())["heads"]["num_heads"] == 2
     with pytest.raises(ValueError, match=rf"model\.num_heads must be 2 to start from {start}, .* got 4\."):
         check_initial_checkpoint(load_config(config, [*options, "model.num_heads=4", "model.num_kv_heads=2"]))
 
