@@ -58,7 +58,7 @@ def test_the_annotations_are_for_type_checkers():
 def test_the_type_of_a_result_follows_from_return_mass(name):
     """Without overloads, a type checker would reject every use of a result. They repeat the arguments."""
     function = inspect.unwrap(getattr(megatron_sb, name))
-    overloads = [inspect.signature(each) for each in typing.get_overloads(function)]
+    overloads = [inspect.signature(each) for each in typing.get_overloads(function)]  # novm
     result, both = torch.Tensor, tuple[torch.Tensor, torch.Tensor]
     assert [each.return_annotation for each in overloads] == [result, both, result | both]
     kinds = [each.parameters["return_mass"].annotation for each in overloads]
