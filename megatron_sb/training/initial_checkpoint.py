@@ -19,7 +19,13 @@ from megatron_sb.megatron.weights import (
     read_attention_kind,
     read_heads,
 )
-from megatron_sb.training.config import GatedDeltaNetConfig, SoftmaxAttentionConfig, TrainingConfig, count_parameters
+from megatron_sb.training.config import (
+    GatedDeltaNetConfig,
+    SoftmaxAttentionConfig,
+    StickBreakingAttentionConfig,
+    TrainingConfig,
+    count_parameters,
+)
 from megatron_sb.validation import InputError
 
 OF_ATTENTION = (".core_attention.", ".gate_proj.")  # in names of weights that not every kind of attention has
@@ -52,6 +58,7 @@ def check_initial_checkpoint(config: TrainingConfig) -> None:
     _check_own_weights(config, folder, metadata)
     _check_sizes(config, folder, metadata)
     _check_heads(config, folder)
+    _check_options(config, folder)
 
 
 def attention_kind(folder: Path) -> str | None:
@@ -163,3 +170,24 @@ def _check_heads(config: TrainingConfig, folder: Path) -> None:
     for name, found in recorded_heads(folder).items():
         if name in HEADS and found != (own := getattr(config.model, name)):
             raise InputError(f"model.{name} must be {found} to start from {folder}, whose model has it, got {own}.")
+
+
+def _check_options(config: TrainingConfig, folder: Path) -> None:
+    """Compare the options of stick-breaking attention that have no weights with those of the checkpoint's run.
+
+    A job changes them only if the attention is changed on purpose. Without the run's config.yaml, nothing is compared.
+    """
+    (model,) = config.compare
+    own, trained = config.attention[model], folder.resolve().parent.parent
+    is_same_kind = isinstance(own, StickBreakingAttentionConfig) and _configured_kind(trained) == own.kind
+    if config.initial_attention is not None or not is_same_kind:
+        return
+    for option in ("attend_current", "logits", "scale", "reach"):
+        found = _configured(trained, "attention", trained.name, option)
+        found = getattr(StickBreakingAttentionConfig(), option) if found is None else found
+        found = tuple(found) if isinstance(found, list) else found
+        if found != getattr(own, option):
+            raise InputError(
+                f"attention.{model}.{option} must be {found!r} to start from {folder}, whose model was trained with "
+                f"it, got {getattr(own, option)!r}. Set initial_attention={own.kind} to change it."
+            )

@@ -310,6 +310,18 @@ def test_an_initial_checkpoint_with_other_heads(config, finished):
         check_initial_checkpoint(load_config(config, [*options, "model.num_heads=4", "model.num_kv_heads=2"]))
 
 
+@pytest.mark.parametrize("option", ["attend_current=true", "logits=euclidean", "scale=0.5", "reach=[0.5, 10]"])
+def test_an_initial_checkpoint_with_other_options_of_attention(option, config, finished, checkpoint):
+    """They have no weights, so the weights would give another function."""
+    (start,) = (finished / "stick_breaking" / "checkpoints").glob("extended-*5")
+    changed, name = f"attention.stick_breaking.{option}", option.partition("=")[0]
+    with pytest.raises(ValueError, match=rf"stick_breaking\.{name} must be .* to start from {start}, .*, got"):
+        check_initial_checkpoint(load_config(config, [*SHORT, f"initial_checkpoint={start}", changed]))
+    purpose = [f"initial_checkpoint={start}", "initial_attention=stick_breaking"]
+    check_initial_checkpoint(load_config(config, [*SHORT, *purpose, changed]))
+    check_initial_checkpoint(load_config(config, [*SHORT, f"initial_checkpoint={checkpoint}", changed]))  # unknown
+
+
 # Runs a script with its arguments. Python would cut off the compiled modules that it caches.
 LIMITED = """
 import resource, runpy, sys
