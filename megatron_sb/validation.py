@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -64,6 +65,21 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InputError(f"{path} must hold a JSON object, got {type(found).__name__}.")
     return found
+
+
+def finite(value: Any) -> Any:
+    """Return what JSON can hold of a value: None in place of each number that is not finite, in every list and mapping.
+
+    Example:
+        >>> from megatron_sb.validation import finite
+        >>> finite({"nll": [0.5, float("nan")]})
+        {'nll': [0.5, None]}
+    """
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def check_output_folder(name: str, folder: str | Path) -> None:

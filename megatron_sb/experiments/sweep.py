@@ -25,7 +25,7 @@ from megatron_sb.processes import module_command
 from megatron_sb.training.config import ConfigError, TrainingConfig, load_config
 from megatron_sb.training.directory import hold, refuse_changes, refuse_results
 from megatron_sb.training.supervisor import PARENT_PIPE, noting_signals, parent_pipe
-from megatron_sb.validation import InputError, check_output_folder, read_json_object
+from megatron_sb.validation import InputError, check_output_folder
 
 POLL_SECONDS = 0.2
 LOG_LINES_SHOWN = 15  # of a run that failed
@@ -271,8 +271,9 @@ def evaluation(folder: Path, config: TrainingConfig, model: str, scaling: str = 
 
     Returns {"model", "stage", "trained_context", "scaling", "device", "results"}, with one result per context length.
     """
-    path = evaluation_path(folder, config, model, scaling)
-    return read_json_object(path)
+    from megatron_sb.training.evaluate import read_evaluation
+
+    return read_evaluation(evaluation_path(folder, config, model, scaling))
 
 
 class _Runner:

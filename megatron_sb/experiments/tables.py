@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from pandas import DataFrame
 
 from megatron_sb.training.checkpoint import write_atomically
 from megatron_sb.training.config import TrainingConfig
+from megatron_sb.validation import finite
 
 
 def to_markdown(table: DataFrame) -> str:
@@ -51,20 +51,6 @@ def provenance(device: str) -> dict[str, Any]:
 def devices_of(evaluations: Sequence[dict[str, Any]]) -> str:
     """Return the devices that the runs of these evaluations used."""
     return " and ".join(dict.fromkeys(evaluation["device"] for evaluation in evaluations))
-
-
-def finite(value: Any) -> Any:
-    """Return what JSON can hold of a value: None in place of each number that is not finite, in every list and mapping.
-
-    Example:
-        >>> finite({"nll": [0.5, float("nan")]})
-        {'nll': [0.5, None]}
-    """
-    if isinstance(value, dict):
-        return {name: finite(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_results(out: Path, results: dict[str, Any], table: str, figure: Any, device: str) -> None:

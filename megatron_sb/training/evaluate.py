@@ -69,8 +69,19 @@ def read_result(
     path, step = result_path(out, model, stage, scaling, step), step or stage.steps
     if not path.exists():
         return None
-    entry = read_json_object(path)
+    entry = read_evaluation(path)
     return entry if entry.get("step", stage.steps) == step else None
+
+
+def read_evaluation(path: Path) -> dict[str, Any]:
+    """Return the evaluation in a file, which has null for a likelihood that is not a number: JSON has no NaN."""
+    return _with_nan(read_json_object(path))
+
+
+def _with_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: math.nan if name == "nll" and each is None else _with_nan(each) for name, each in value.items()}
+    return [_with_nan(each) for each in value] if isinstance(value, list) else value
 
 
 def remove_later_results(out: Path, model: str, stage: StageConfig, step: int) -> None:

@@ -27,7 +27,7 @@ from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.directory import read_metrics
 from megatron_sb.training.evaluate import read_result, remove_later_results, result_path
 from megatron_sb.training.wandb_runs import WandbRuns
-from megatron_sb.validation import naming
+from megatron_sb.validation import finite, naming
 
 LABELS = {
     "stick_breaking": "stick-breaking",
@@ -193,7 +193,7 @@ class Report:
         self._is_drawn = False
         about = {"model": model, "stage": stage.name, "step": step, "trained_context": stage.context_length}
         about |= {"scaling": scaling, "device": self._device}
-        write_atomically(path, json.dumps(about | {"results": results}, indent=1))
+        write_atomically(path, json.dumps(finite(about | {"results": results}), indent=1, allow_nan=False))
         suffix = "" if scaling == "none" else f"_{scaling}"
         values = {f"nll_at_{result['context']}{suffix}": result["nll"] for result in results}
         self._write_scalars(model, stage, step, values)

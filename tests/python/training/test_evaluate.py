@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -139,3 +140,19 @@ def test_an_evaluation_of_another_step_does_not_count(tmp_path):
     assert entry["step"] == stage.steps and written.evaluations() == [entry]
     path.write_text(json.dumps(entry | {"step": stage.steps - 1}))
     assert written.evaluations() == []
+
+
+def test_a_likelihood_that_is_not_a_number(tmp_path):
+    """As of a model that has diverged: the file is JSON, which has no NaN, and the report shows what it has read."""
+    config = load_config(TINY, ["report.tensorboard=false", "compare=[stick_breaking]"])
+    stage = config.stages[0]
+    written = Report(tmp_path, config, "a CPU")
+    results = [{"context": 8, "nll": math.nan, "standard_error": math.nan, "windows": 2}]
+    written.evaluation("stick_breaking", stage, stage.steps, "none", results)
+    text = result_path(tmp_path, "stick_breaking", stage, "none").read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["results"][0]["nll"] is None
+    (result,) = read_result(tmp_path, "stick_breaking", stage, "none")["results"]
+    assert math.isnan(result["nll"]) and result["standard_error"] is None
+    assert "nan" in written.table()
+    written.draw()
+    assert (tmp_path / "nll_by_length.png").exists()
