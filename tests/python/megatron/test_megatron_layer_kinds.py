@@ -47,6 +47,7 @@ def test_heterogeneous_models(findings):
     expected = {
         "without config": "config with_stickbreaking layers HeterogeneousTransformerConfig None",
         "an entry for each layer": "layers (0, 0, 1, 0) --sb-layers 2 4 (1, 3)",
+        "learned positions": "position_embedding_type 'learned_absolute' 'none'",
     }
     assert wrong_messages(expected, found["refused"]) == {}
 

@@ -131,6 +131,7 @@ def heterogeneous() -> dict:
             "an entry for each layer": message(
                 lambda: make_model(config, with_stickbreaking(stock, config=config, layers=(0, 0, 1, 0)))
             ),
+            "learned positions": message(lambda: GPTModel(config, with_stickbreaking(stock), VOCAB_SIZE, 32)),
         },
     }
     encoded = config.heterogeneous_layers_config_encoded_json
