@@ -23,6 +23,7 @@ under `python`, because it decides which Megatron is imported.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import os
 import runpy
@@ -160,13 +161,14 @@ def _check_layers(args: argparse.Namespace, options: StickBreakingOptions) -> No
 def replace_core_attention(options: StickBreakingOptions) -> None:
     """Patch `TransformerLayer` in this process to use stick-breaking attention, and install the stand-ins.
 
-    Layers that become stick-breaking then raise ValueError for cross-attention, and for a self-attention that is
-    neither Megatron's `SelfAttention` nor its `MLASelfAttention`. Other layers do not change.
+    Layers that become stick-breaking then raise ValueError for cross-attention, for a self-attention that is neither
+    Megatron's `SelfAttention` nor its `MLASelfAttention`, and for other options in the script's own spec. Other layers
+    do not change.
     """
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron_sb.megatron.spec import check_built_layer, module_of, with_core_attention
+    from megatron_sb.megatron.spec import check_built_layer, module_of, options_of, with_core_attention
     from megatron_sb.megatron.stand_ins import install_stand_ins
 
     install_stand_ins()
@@ -179,10 +181,30 @@ def replace_core_attention(options: StickBreakingOptions) -> None:
                 f"cross_attention of a layer must be IdentityOp with {FLAG}, got {submodules.cross_attention!r}, which "
                 "would remain softmax attention."
             )
+        _check_own_options(options_of(submodules), options)
         stock(self, config, with_core_attention(submodules, options), *args, **kwargs)
         check_built_layer(self, options.layers)
 
     TransformerLayer.__init__ = init
+
+
+def _check_own_options(own: StickBreakingOptions | None, options: StickBreakingOptions) -> None:
+    """Raise ValueError for an option of a script's own spec that the flags replace.
+
+    Args:
+        own: the options of `with_stickbreaking` in the script, or None for a stock spec. Flags replace its defaults.
+        options: those of the flags.
+    """
+    for field in dataclasses.fields(StickBreakingOptions) if own is not None else ():
+        value, of_flags = getattr(own, field.name), getattr(options, field.name)
+        if isinstance(value, list):
+            value = tuple(value)
+        if value not in (field.default, of_flags):
+            raise ValueError(
+                f"{field.name} of with_stickbreaking must be {of_flags!r}, the value of the launcher's flags, got "
+                f"{value!r}: pass --sb-{field.name.replace('_', '-')} to the launcher, or run the script without "
+                f"{FLAG}."
+            )
 
 
 if __name__ == "__main__":

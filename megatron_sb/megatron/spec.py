@@ -231,6 +231,13 @@ def has_attention(mixer) -> bool:
     return not isinstance(module, type) or issubclass(module, Attention) or hasattr(inner, "core_attention")
 
 
+def options_of(submodules) -> StickBreakingOptions | None:
+    """Return the options in the submodules of a layer that `with_stickbreaking` has converted, None in others."""
+    attention = mixer_of(submodules)
+    core = getattr(getattr(attention, "submodules", None), "core_attention", None)
+    return getattr(core, "params", {}).get("options") if module_of(core) is StickBreakingCoreAttention else None
+
+
 def with_core_attention(submodules, options: StickBreakingOptions, attention_layers: tuple[int, ...] | None = None):
     """Copy the submodules of a transformer layer and put stick-breaking attention into them.
 

@@ -53,6 +53,9 @@ def test_stock_specs_under_the_launcher(findings):
     assert launched["difference from with_stickbreaking"] == {"dense": 0.0, "experts": 0.0}
     assert min(launched["difference from softmax"].values()) > 1e-3
     assert launched["layer without attention"] == "IdentityOp"
+    expected = dict.fromkeys(("defaults", "the same"), "no error")
+    expected["another"] = "remainder_bias of with_stickbreaking False True --sb-remainder-bias"
+    assert wrong_messages(expected, launched["own options"]) == {}
 
 
 class LayerNormLinear(torch.nn.Linear):

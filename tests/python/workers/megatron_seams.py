@@ -34,6 +34,9 @@ EXPERTS = {
     "gated_linear_unit": True,
     "activation_func": torch.nn.functional.silu,
 }
+LAUNCHED = {"attend_current": True, "layers": (0, 1)}
+# Options of a script's own specs under the launcher with the options LAUNCHED.
+OWN_OPTIONS = {"defaults": {}, "the same": {**LAUNCHED, "layers": [0, 1]}, "another": {"remainder_bias": True}}
 
 
 def make_model(spec, device: str, position_embedding_type: str = "none", **changes) -> GPTModel:
@@ -117,7 +120,7 @@ def virtual_pipeline() -> list[list[tuple[int, str]]]:
 
 def launched_models() -> dict:
     """Return findings about models of Megatron's own specs after `launch.replace_core_attention`."""
-    options = {"attend_current": True, "layers": (0, 1)}
+    options = LAUNCHED
     specs = {"dense": lambda config: get_gpt_layer_local_spec(), "experts": block_spec}
     changes = {"dense": {}, "experts": EXPERTS | {"moe_token_dispatcher_type": "allgather"}}
 
@@ -138,6 +141,10 @@ def launched_models() -> dict:
         "difference from with_stickbreaking": {kind: (found[kind] - wanted[kind]).abs().max().item() for kind in specs},
         "difference from softmax": {kind: (found[kind] - stock[kind]).abs().max().item() for kind in specs},
         "layer without attention": type(make_model(without, "cpu").decoder.layers[0].self_attention).__name__,
+        "own options": {
+            name: message(lambda own=own: make_model(with_stickbreaking(get_gpt_layer_local_spec(), **own), "cpu"))
+            for name, own in OWN_OPTIONS.items()
+        },
     }
     TransformerLayer.__init__ = unpatched
     return report
