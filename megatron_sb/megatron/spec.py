@@ -21,6 +21,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 
 from megatron_sb.megatron.arguments import StickBreakingOptions, options_from_args
+from megatron_sb.megatron.bridge_checkpoints import compare_when_bridge_loads
 from megatron_sb.megatron.checked_attention import CheckedAttention, CheckedMLASelfAttention, CheckedSelfAttention
 from megatron_sb.megatron.core_attention import StickBreakingCoreAttention
 from megatron_sb.megatron.layer_selection import (
@@ -316,6 +317,7 @@ def stickbreaking_block_spec(config, vp_stage: int | None = None, **options):
             "for a GPTModelConfig and in stages without other layers. Use the launcher (python -m "
             "megatron_sb.megatron.launch)."
         )
+    compare_when_bridge_loads()
     args = script_arguments()
     flags = options_from_args(args) if hasattr(args, "sb_allow_mismatch") else {}
     return with_stickbreaking(stock, config=transformer, **{**flags, **options})

@@ -1,9 +1,12 @@
 """Megatron-Bridge: a Llama comes in, is trained with stick-breaking layers, and goes out."""
 
 import importlib.util
+import json
+import re
 
 import pytest
 from support.launch import run_worker
+from support.messages import mentions
 
 LONG = 65536  # tokens
 
@@ -21,6 +24,30 @@ def test_a_llama_in_and_out(tmp_path):
     assert found["layer"] == "StickBreakingCoreAttention"
     assert found["before"] < 1e-5 and found["after"] < 1e-5
     assert found["losses"][-1] < 0.7 * found["losses"][0]
+
+
+# Of Megatron-Bridge's own loop and recipes.
+LOOP = ("megatron.energon", "multistorageclient", "nvidia_resiliency_ext", "diffusers")
+
+
+@pytest.mark.skipif(
+    not all(map(_is_installed, LOOP)), reason="Megatron-Bridge's training loop needs " + ", ".join(LOOP)
+)
+def test_its_own_training_loop(tmp_path):
+    """A job that stops, saves and resumes has the losses of one that does not. Other options cannot resume."""
+
+    def train(folder: str, steps: int, **options) -> dict:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        out = tmp_path / f"{folder}.json"
+        return run_worker("megatron_bridge_loop.py", 1, out, str(tmp_path / folder), str(steps), json.dumps(options))
+
+    options = {"reach": [0.5, 8], "remainder_bias": True}
+    whole = train("whole", 4, **options)["losses"]
+    assert len(whole) == 4 and whole[-1] < 0.7 * whole[0]
+    assert train("parts", 2, **options)["losses"] == pytest.approx(whole[:2], rel=1e-5)
+    error = train("parts", 4, **options, attend_current=True)["error"]
+    assert re.search(mentions("attend_current transformer_layer_spec False True pretrained_checkpoint"), error)
+    assert train("parts", 4, **options)["losses"] == pytest.approx(whole[2:], rel=1e-5)
 
 
 @pytest.mark.gpu

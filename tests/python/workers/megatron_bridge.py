@@ -7,10 +7,12 @@ uses its local layers.
 """
 
 import builtins
+import contextlib
 import json
 import math
 import sys
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -65,12 +67,9 @@ class EmptyModule(types.ModuleType):
         return self.__dict__[name]
 
 
-def import_bridge(device: str) -> type:
-    """Return Megatron-Bridge's AutoBridge. On the CPU it is imported with stand-ins for Transformer Engine."""
-    if device != "cpu":
-        from megatron.bridge import AutoBridge
-
-        return AutoBridge
+@contextlib.contextmanager
+def stand_in_for_transformer_engine() -> Iterator[None]:
+    """Let Megatron-Bridge import Transformer Engine: empty classes."""
     root = EmptyModule("transformer_engine")
     root.pytorch = EmptyModule("transformer_engine.pytorch")
     stand_ins = {module.__name__: module for module in (root, root.pytorch)}
@@ -83,6 +82,12 @@ def import_bridge(device: str) -> type:
         return stand_ins.setdefault(name, EmptyModule(name)) if fromlist else root
 
     with mock.patch.object(builtins, "__import__", of_bridge):
+        yield
+
+
+def import_bridge(device: str) -> type:
+    """Return Megatron-Bridge's AutoBridge. On the CPU it is imported with stand-ins for Transformer Engine."""
+    with stand_in_for_transformer_engine() if device == "cpu" else contextlib.nullcontext():
         from megatron.bridge import AutoBridge
     return AutoBridge
 
