@@ -278,7 +278,8 @@ def stickbreaking_block_spec(config, vp_stage: int | None = None, **options):
 
     Megatron-Core (0.19, `--spec` and `GPTModelConfig`) and Megatron-Bridge
     (`GPTModelProvider(transformer_layer_spec=...)`) call functions with this signature. Set options with
-    `functools.partial(stickbreaking_block_spec, head_norm=True)`. The groups of `parallel_state` must be initialised.
+    `functools.partial(stickbreaking_block_spec, head_norm=True)`. The groups of `parallel_state` must be initialised,
+    except those of pipelines if a provider of Megatron-Bridge has its own.
 
     Args:
         config: a TransformerConfig, such as Megatron-Bridge's `GPTModelProvider`, or a `GPTModelConfig`.
@@ -325,12 +326,14 @@ def stickbreaking_block_spec(config, vp_stage: int | None = None, **options):
 
 def _stock_block_spec(config, use_te: bool, vp_stage: int | None):
     """Return Megatron's spec of the layers of a pipeline stage."""
+    group = getattr(getattr(config, "_pg_collection", None), "pp", None)  # Megatron-Bridge may not use parallel_state
+    stage = {"vp_stage": vp_stage, "pp_rank": None if group is None else group.rank()}
     if config.experimental_attention_variant is not None:
-        return get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
+        return get_transformer_block_with_experimental_attention_variant_spec(config, **stage)
     if config.heterogeneous_block_specs:
-        return get_gpt_heterogeneous_layer_spec(config, use_te, vp_stage=vp_stage)
+        return get_gpt_heterogeneous_layer_spec(config, use_te, **stage)
     return gpt_layer_specs.get_gpt_decoder_block_spec(
-        config, use_te, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm, vp_stage=vp_stage
+        config, use_te, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm, **stage
     )
 
 

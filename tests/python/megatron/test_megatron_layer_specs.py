@@ -1,6 +1,7 @@
 """with_stickbreaking, the spec object for --spec, and the command-line flags."""
 
 import argparse
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -213,6 +214,15 @@ def test_block_specs_refuse_multi_token_prediction_in_a_stage_without_other_laye
     stickbreaking_block_spec(small_config(mtp_num_layers=1))
     with pytest.raises(ValueError, match=mentions("config.mtp_num_layers 1 --mtp-num-layers launcher")):
         stickbreaking_block_spec(small_config(mtp_num_layers=1))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_block_specs_with_the_groups_of_a_provider(rank):
+    """Megatron-Bridge can have groups without `parallel_state`, which is not initialised here."""
+    config = small_config(num_layers=5, pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
+    config.num_layers_in_first_pipeline_stage = 2
+    config._pg_collection = SimpleNamespace(pp=SimpleNamespace(rank=lambda: rank))
+    assert len(stickbreaking_block_spec(config).layer_specs) == (2, 3)[rank]
 
 
 def test_flags():
