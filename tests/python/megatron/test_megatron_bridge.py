@@ -34,12 +34,12 @@ LOOP = ("megatron.energon", "multistorageclient", "nvidia_resiliency_ext", "diff
     not all(map(_is_installed, LOOP)), reason="Megatron-Bridge's training loop needs " + ", ".join(LOOP)
 )
 def test_its_own_training_loop(tmp_path):
-    """A job that stops, saves and resumes has the losses of one that does not. Other options cannot resume."""
+    """A job that saves and resumes, and one on two ranks, have the same losses. Other options cannot resume."""
 
-    def train(folder: str, steps: int, **options) -> dict:
+    def train(folder: str, steps: int, ranks: int = 1, **options) -> dict:
         (tmp_path / folder).mkdir(exist_ok=True)
-        out = tmp_path / f"{folder}.json"
-        return run_worker("megatron_bridge_loop.py", 1, out, str(tmp_path / folder), str(steps), json.dumps(options))
+        arguments = (tmp_path / f"{folder}.json", str(tmp_path / folder), str(steps), json.dumps(options))
+        return run_worker("megatron_bridge_loop.py", ranks, *arguments)
 
     options = {"reach": [0.5, 8], "remainder_bias": True}
     whole = train("whole", 4, **options)["losses"]
@@ -48,6 +48,7 @@ def test_its_own_training_loop(tmp_path):
     error = train("parts", 4, **options, attend_current=True)["error"]
     assert re.search(mentions("attend_current transformer_layer_spec False True pretrained_checkpoint"), error)
     assert train("parts", 4, **options)["losses"] == pytest.approx(whole[2:], rel=1e-5)
+    assert train("context parallel", 4, ranks=2, **options)["losses"] == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.mark.gpu

@@ -1,8 +1,8 @@
-"""Train a small model on mock data in Megatron-Bridge's own loop, with its common recipe, on one CPU rank.
+"""Train a small model on mock data in Megatron-Bridge's own loop, with its common recipe, on CPUs.
 
-`megatron_bridge_loop.py OUT.json FOLDER STEPS OPTIONS`. The run stops after STEPS of 4 steps and saves a checkpoint in
-FOLDER. It resumes from the checkpoint that is there. OPTIONS: those of the layers, as JSON. Writes the losses, or the
-message of the error.
+`megatron_bridge_loop.py OUT.json FOLDER STEPS OPTIONS`. Several ranks are context-parallel. The run stops after STEPS
+of 4 steps and saves a checkpoint in FOLDER. It resumes from the checkpoint that is there. OPTIONS: those of the layers,
+as JSON. Writes the losses, or the message of the error.
 """
 
 import functools
@@ -31,6 +31,7 @@ def import_loop() -> tuple:
         from megatron.bridge.training.gpt_step import forward_step
         from megatron.bridge.training.pretrain import pretrain
     initialize.compile_helpers = lambda: None  # the wheel contains them compiled
+    initialize._warmup_jit_function = lambda *args, **kwargs: None  # it would change the generator of the weights
     return AutoBridge, _pretrain_common, pretrain, forward_step, Callback
 
 
@@ -51,6 +52,9 @@ def set_sizes(config, steps: int, folder: Path) -> None:
     config.mixed_precision = None
     config.ddp.overlap_grad_reduce = config.ddp.overlap_param_gather = False
     config.dist.distributed_backend = "gloo"
+    config.model.context_parallel_size = int(os.environ["WORLD_SIZE"])
+    config.model.calculate_per_token_loss = config.model.context_parallel_size > 1
+    config.ddp.average_in_collective = False
 
 
 def main(out: Path, folder: Path, steps: int, options: dict) -> None:
@@ -68,10 +72,10 @@ def main(out: Path, folder: Path, steps: int, options: dict) -> None:
             losses.append(context.loss_dict["lm loss"].flatten()[0].item())
 
     os.chdir(folder)
-    if not (folder / "llama").exists():
-        megatron_bridge.save_llama(folder / "llama", megatron_bridge.Run.on_cpu().sizes)
+    llama = folder / f"llama{os.environ['RANK']}"
+    megatron_bridge.save_llama(llama, megatron_bridge.Run.on_cpu().sizes)
     config = recipe()
-    config.model = bridge.from_hf_pretrained(str(folder / "llama")).to_megatron_provider(load_weights=False)
+    config.model = bridge.from_hf_pretrained(str(llama)).to_megatron_provider(load_weights=False)
     config.model.transformer_layer_spec = functools.partial(stickbreaking_block_spec, **options)
     config.model.position_embedding_type, config.model.attention_dropout = "none", 0.0
     config.model.params_dtype = torch.float32
@@ -87,7 +91,8 @@ def main(out: Path, folder: Path, steps: int, options: dict) -> None:
         pass
     except ValueError as error:
         findings["error"] = str(error)
-    out.write_text(json.dumps(findings))
+    if os.environ["RANK"] == "0":
+        out.write_text(json.dumps(findings))
     os._exit(0)  # the destructors of gloo's threads sometimes abort the process
 
 
