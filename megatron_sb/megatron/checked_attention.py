@@ -66,8 +66,10 @@ class CheckedAttention:
         options = self.core_attention.options if self.stick_breaking else StickBreakingOptions()
         self.gate_proj, self.gate_loss, self.gate_loss_coefficient = None, None, options.forget_gate_loss
         if options.forget_gate:
-            inputs, num_kv_heads = self._gate_inputs()
-            self.gate_proj = gate_projection(config, inputs, self.pg_collection.tp, num_kv_heads)
+            # Kept, because an adapter such as LoRA can wrap the projection and hide its norm. As an entry of a tuple it
+            # is not a second module.
+            self._gate_source = projection, num_kv_heads = self._gate_inputs()
+            self.gate_proj = gate_projection(config, projection, self.pg_collection.tp, num_kv_heads)
             self.key_hidden_size += GATE_COLUMNS  # of the keys in Megatron's static caches
 
     def _check_config(self, config) -> None:
@@ -86,7 +88,7 @@ class CheckedAttention:
         qkv = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
         if self.gate_proj is None:
             return qkv
-        projection, num_kv_heads = self._gate_inputs()
+        projection, num_kv_heads = self._gate_source
         logits, _ = self.gate_proj(normalized(hidden_states, projection))
         logits, self.gate_loss = with_gate_loss(logits, self.gate_loss_coefficient, self.config, num_kv_heads)
         query, key, *others = qkv

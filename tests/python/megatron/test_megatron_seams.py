@@ -88,6 +88,11 @@ def test_gates_get_hidden_states_after_the_norm_of_their_projection(normalizatio
     assert normalized(x, plain) is x
 
 
+def test_gates_of_a_projection_that_an_adapter_wraps(findings):
+    """They get the hidden states after its norm, as before. LoRA of Megatron-Bridge wraps projections."""
+    assert findings["adapters"] == 0.0
+
+
 def test_an_unknown_norm_in_the_projection_is_an_error():
     with pytest.raises(
         ValueError, match=mentions("linear_qkv layer_norm_weight --sb-forget-gate FusedLayerNorm local")

@@ -13,10 +13,12 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch.nn.functional import rms_norm
 
 from megatron_sb.megatron import StickBreakingOptions, install_stand_ins, launch, with_stickbreaking
 
@@ -150,6 +152,44 @@ def launched_models() -> dict:
     return report
 
 
+class LayerNormColumns(ColumnParallelLinear):
+    """A projection that contains the norm of its input, as Transformer Engine's, which has no CPU kernels."""
+
+    def __init__(self, input_size, *args, config, **kwargs):
+        super().__init__(input_size, *args, config=config, **kwargs)
+        self.normalization, self.zero_centered_gamma, self.eps = "RMSNorm", False, config.layernorm_epsilon
+        self.layer_norm_weight = torch.nn.Parameter(torch.linspace(0.5, 2.0, input_size))
+
+    def forward(self, hidden_states, *args, **kwargs):
+        """Normalise and project."""
+        hidden_states = rms_norm(hidden_states, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps)
+        return super().forward(hidden_states, *args, **kwargs)
+
+
+class Adapter(torch.nn.Module):
+    """What an adapter puts in the place of a projection. It adds nothing here."""
+
+    def __init__(self, to_wrap: torch.nn.Module):
+        super().__init__()
+        self.to_wrap = to_wrap
+
+    def forward(self, *args, **kwargs):
+        """Project without a change."""
+        return self.to_wrap(*args, **kwargs)
+
+
+def change_by_adapters() -> float:
+    """Return how much the logits of a model with gates change if adapters wrap projections that contain norms."""
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.input_layernorm = IdentityOp
+    spec.submodules.self_attention.submodules.linear_qkv = LayerNormColumns
+    model = make_model(with_stickbreaking(spec, forget_gate=True), "cpu")
+    before = forward(model)
+    for layer in model.decoder.layers:
+        layer.self_attention.linear_qkv = Adapter(layer.self_attention.linear_qkv)
+    return (forward(model) - before).abs().max().item()
+
+
 def make_experts_model(device: str, dispatcher: str, grouped: bool, **changes) -> GPTModel:
     """Build two layers of experts, distributed over all ranks."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -265,7 +305,7 @@ def main(out: str, device: str) -> None:
         install_stand_ins()
     else:
         answer_for_gpu()
-        findings |= {"mixed": mixed_layers(), "launched": launched_models()}
+        findings |= {"mixed": mixed_layers(), "launched": launched_models(), "adapters": change_by_adapters()}
         findings["mixed checkpoint"] = mixed_checkpoint(new_folder(Path(out).parent / "mixed"))
         findings["virtual pipeline"] = virtual_pipeline()
         initialize(dist.get_world_size())
