@@ -7,6 +7,7 @@ config. Megatron's `--spec` can name this function, or the object `stickbreaking
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 
 from megatron.core.models.gpt import gpt_layer_specs
@@ -41,6 +42,7 @@ _ACCEPTED = {
     "megatron_sb.megatron.CheckedSelfAttention or CheckedMLASelfAttention",
     "cross_attention": "IdentityOp",
 }
+BRIDGE_MODELS = "megatron.bridge.models."
 # Megatron's attention and what takes its place.
 _CHECKED = {SelfAttention: CheckedSelfAttention, MLASelfAttention: CheckedMLASelfAttention}
 
@@ -293,7 +295,8 @@ def stickbreaking_block_spec(config, vp_stage: int | None = None, **options):
     Raises:
         TypeError: if `config` is another object, or an option is unknown.
         ValueError: as `with_stickbreaking`. Or if the model has layers for multi-token prediction that Megatron would
-            build from its own spec, with softmax attention.
+            build from its own spec, with softmax attention. Or if `config` is a provider of Megatron-Bridge with layers
+            of its own.
 
     Example:
         >>> from functools import partial
@@ -307,6 +310,7 @@ def stickbreaking_block_spec(config, vp_stage: int | None = None, **options):
             "config of stickbreaking_block_spec must be a TransformerConfig, a provider of Megatron-Bridge or a "
             f"GPTModelConfig, got {type(config).__name__}."
         )
+    _check_provider(type(transformer))
     use_te = gpt_layer_specs.HAVE_TE and transformer.transformer_impl == "transformer_engine"
     if not use_te:
         install_stand_ins()
@@ -322,6 +326,23 @@ def stickbreaking_block_spec(config, vp_stage: int | None = None, **options):
     args = script_arguments()
     flags = options_from_args(args) if hasattr(args, "sb_allow_mismatch") else {}
     return with_stickbreaking(stock, config=transformer, **{**flags, **options})
+
+
+def _check_provider(kind: type) -> None:
+    """Raise ValueError for a class of provider of Megatron-Bridge with layers of its own, such as that of Gemma 2."""
+    for field in dataclasses.fields(kind):
+        if field.name != "transformer_layer_spec":
+            continue
+        factory = field.default_factory
+        spec = field.default if factory is dataclasses.MISSING else factory()
+        function = getattr(spec, "func", spec)  # of a functools.partial
+        module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+        if module.startswith(BRIDGE_MODELS) and module != BRIDGE_MODELS + "gpt_provider":
+            raise ValueError(
+                "config of stickbreaking_block_spec must have the layers of Megatron-Core, got a provider "
+                f"{kind.__name__}, whose layers are those of {name}. Convert these: make a function that returns "
+                f"with_stickbreaking({name}(config))."
+            )
 
 
 def _stock_block_spec(config, use_te: bool, vp_stage: int | None):

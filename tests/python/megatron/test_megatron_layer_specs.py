@@ -1,6 +1,8 @@
 """with_stickbreaking, the spec object for --spec, and the command-line flags."""
 
 import argparse
+import dataclasses
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention, DSAttentionSubmodules
@@ -223,6 +226,26 @@ def test_block_specs_with_the_groups_of_a_provider(rank):
     config.num_layers_in_first_pipeline_stage = 2
     config._pg_collection = SimpleNamespace(pp=SimpleNamespace(rank=lambda: rank))
     assert len(stickbreaking_block_spec(config).layer_specs) == (2, 3)[rank]
+
+
+def test_block_specs_refuse_a_provider_with_layers_of_its_own():
+    """Its class has another function of layer specs, for norms or attention that Megatron's layers lack."""
+
+    def own_layers(config):
+        """Stand for a function of Megatron-Bridge."""
+
+    def provider(module: str, **default) -> TransformerConfig:
+        own_layers.__module__ = f"megatron.bridge.models.{module}"
+        field = ("transformer_layer_spec", object, dataclasses.field(**default))
+        kind = dataclasses.make_dataclass("OwnProvider", [field], bases=(TransformerConfig,))
+        config = small_config(kind)
+        config._pg_collection = SimpleNamespace(pp=SimpleNamespace(rank=lambda: 0))
+        return config
+
+    stickbreaking_block_spec(provider("gpt_provider", default=own_layers))
+    for default in ({"default": own_layers}, {"default_factory": lambda: functools.partial(own_layers)}):
+        with pytest.raises(ValueError, match=mentions("config OwnProvider own_layers with_stickbreaking")):
+            stickbreaking_block_spec(provider("gemma.gemma2_provider", **default))
 
 
 def test_flags():
