@@ -112,13 +112,23 @@ def check_position_embedding(settings: object, source: str, rope_disabled: bool)
 def rope_disabled_in(config: object, layer_number: int) -> bool:
     """Return whether `--no-rope-freq` disables rotary embeddings in a layer. layer_number: 1 for the first layer.
 
+    Raises:
+        ValueError: if there is no entry for the layer.
+
     Example:
         >>> from types import SimpleNamespace
         >>> from megatron_sb.megatron.settings import rope_disabled_in
         >>> rope_disabled_in(SimpleNamespace(no_rope_freq=[1, 0]), layer_number=2)
         False
     """
-    return bool(config.no_rope_freq) and bool(config.no_rope_freq[layer_number - 1])
+    entries = config.no_rope_freq or ()
+    if entries and layer_number > len(entries):  # Megatron-Core 0.16 would raise an IndexError in the forward
+        raise ValueError(
+            f"config.no_rope_freq (--no-rope-freq) must have an entry for layer {layer_number}, of multi-token "
+            f"prediction (--mtp-num-layers), got {len(entries)} entries. Use --position-embedding-type none without "
+            "--no-rope-freq."
+        )
+    return bool(entries) and bool(entries[layer_number - 1])
 
 
 def tracks_logits(config: object) -> bool:

@@ -310,6 +310,14 @@ def test_unsupported_position_embedding_of_a_config(kind):
         make_core(config)
 
 
+def test_no_rope_freq_without_an_entry_for_a_layer():
+    """Megatron-Core 0.16 numbers the layers of multi-token prediction after the others."""
+    config = small_config(no_rope_freq=[1, 1])
+    make_core(config, layer_number=2)
+    with pytest.raises(ValueError, match=mentions("config.no_rope_freq --no-rope-freq 3 2 --mtp-num-layers")):
+        make_core(config, layer_number=3)
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
