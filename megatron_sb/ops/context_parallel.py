@@ -15,17 +15,56 @@ The next document continues with the next chunk, so the numbers of rows of two r
 the last document belong to no document. They are split like one more document.
 """
 
-from typing import Literal, overload
-
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
+from megatron_sb.ops import attention
 from megatron_sb.ops.graph_breaks import outside_graphs
 from megatron_sb.ops.groups import Group, hierarchical_pair, process_group
-from megatron_sb.ops.plan_lengths import lengths_error, offsets_of
 from megatron_sb.ops.received_bytes import ReceivedBytes, Sizes, received_bytes
 from megatron_sb.options import DEFAULT_MASS_THRESHOLD, LOGITS, check_option_types
 from megatron_sb.validation import check_choice, check_flag, check_integer, check_optional_tensors, check_tensor
+
+
+def _offsets(cu_seqlens: object) -> tuple[list[int] | None, str]:
+    """Return cu_seqlens as a list, and an error message or "". A GPU tensor is copied to the host."""
+    if cu_seqlens is None:
+        return None, ""
+    if not isinstance(cu_seqlens, Tensor):
+        return None, f"cu_seqlens must be an int32 torch.Tensor, got {type(cu_seqlens).__name__}."
+    if cu_seqlens.dtype != torch.int32:
+        return None, f"cu_seqlens must have dtype torch.int32, got {cu_seqlens.dtype}."
+    if cu_seqlens.dim() != 1:
+        return None, f"cu_seqlens must have shape (documents + 1,), got {cu_seqlens.dim()} dimensions."
+    if cu_seqlens.layout is not torch.strided or cu_seqlens.is_meta or is_fake(cu_seqlens):
+        got = f"{type(cu_seqlens).__name__} on {cu_seqlens.device} with layout {cu_seqlens.layout}"
+        return None, f"cu_seqlens must be a dense tensor that holds its values, got {got}."
+    return cu_seqlens.tolist(), ""
+
+
+def _length_error(name: str, value: object, smallest: int) -> str:
+    """Return an error message if a length has a wrong type or is out of range, or ""."""
+    if value is None:
+        return ""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return f"{name} must be an int, got {value!r}."
+    return "" if smallest <= value < 2**31 else f"{name} must be from {smallest} to 2^31 - 1, got {value}."
+
+
+def _lengths_error(seq_len: object, local_len: object, offsets: list[int] | None) -> str:
+    """Return an error message if the lengths of a plan are invalid or contradict each other, or ""."""
+    if error := _length_error("seq_len", seq_len, 1) or _length_error("local_len", local_len, 0):
+        return error
+    if seq_len is not None and local_len is not None:
+        return f"local_len must be None if seq_len is given, got {local_len} and seq_len {seq_len}."
+    if offsets is None:
+        return ""
+    if not offsets:
+        return "cu_seqlens must have documents + 1 entries, got none."
+    if seq_len is None and local_len is None and offsets[-1] < 1:
+        return f"cu_seqlens must end at 1 or later if seq_len is not given, got cu_seqlens[-1] = {offsets[-1]}."
+    return ""
 
 
 def _text(name: str, value: object) -> str:
@@ -98,8 +137,8 @@ class ContextParallelPlan:
         equal_chunks: bool = False,
         local_len: int | None = None,
     ) -> None:
-        offsets, error = offsets_of(cu_seqlens)
-        error = error or lengths_error(seq_len, local_len, offsets)
+        offsets, error = _offsets(cu_seqlens)
+        error = error or _lengths_error(seq_len, local_len, offsets)
         if not error and not isinstance(equal_chunks, bool):
             error = f"equal_chunks must be True or False, got {equal_chunks!r}."
         if error:
@@ -228,75 +267,6 @@ def _check_plan(
             raise ValueError(f"{name} must be the plan's, {planned!r}, got {value!r}.")
 
 
-@overload
-def context_parallel_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cp_group: Group | None = ...,
-    *,
-    plan: ContextParallelPlan | None = ...,
-    comm: str = ...,
-    layout: str = ...,
-    cu_seqlens: Tensor | None = ...,
-    packing: str = ...,
-    hierarchical_groups: tuple[Group, Group] | None = ...,
-    return_mass: Literal[False] = ...,
-    scale: float | None = ...,
-    attend_current: bool = ...,
-    mass_threshold: float = ...,
-    logits: str = ...,
-    forget_gate: Tensor | None = ...,
-    query_bias: Tensor | None = ...,
-    key_bias: Tensor | None = ...,
-    reach: tuple[float, float] | None = ...,
-) -> Tensor: ...
-@overload
-def context_parallel_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cp_group: Group | None = ...,
-    *,
-    plan: ContextParallelPlan | None = ...,
-    comm: str = ...,
-    layout: str = ...,
-    cu_seqlens: Tensor | None = ...,
-    packing: str = ...,
-    hierarchical_groups: tuple[Group, Group] | None = ...,
-    return_mass: Literal[True],
-    scale: float | None = ...,
-    attend_current: bool = ...,
-    mass_threshold: float = ...,
-    logits: str = ...,
-    forget_gate: Tensor | None = ...,
-    query_bias: Tensor | None = ...,
-    key_bias: Tensor | None = ...,
-    reach: tuple[float, float] | None = ...,
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def context_parallel_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cp_group: Group | None = ...,
-    *,
-    plan: ContextParallelPlan | None = ...,
-    comm: str = ...,
-    layout: str = ...,
-    cu_seqlens: Tensor | None = ...,
-    packing: str = ...,
-    hierarchical_groups: tuple[Group, Group] | None = ...,
-    return_mass: bool,
-    scale: float | None = ...,
-    attend_current: bool = ...,
-    mass_threshold: float = ...,
-    logits: str = ...,
-    forget_gate: Tensor | None = ...,
-    query_bias: Tensor | None = ...,
-    key_bias: Tensor | None = ...,
-    reach: tuple[float, float] | None = ...,
-) -> Tensor | tuple[Tensor, Tensor]: ...
 @outside_graphs
 def context_parallel_attention(
     q: Tensor,
@@ -319,7 +289,7 @@ def context_parallel_attention(
     query_bias: Tensor | None = None,
     key_bias: Tensor | None = None,
     reach: tuple[float, float] | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> attention.Result:
     """Compute the attention over a sequence that the ranks of a group share.
 
     Every rank calls the function with its local rows and gets the outputs of these rows. Outputs and gradients equal
@@ -441,7 +411,7 @@ def context_parallel_attention(
 def _check_sequence(x: object, dim: object, cu_seqlens: Tensor | None) -> list[int] | None:
     check_tensor("x", x)
     check_integer("dim", dim)
-    offsets, error = offsets_of(cu_seqlens)
+    offsets, error = _offsets(cu_seqlens)
     if error:
         raise ValueError(error)
     return offsets
@@ -484,7 +454,7 @@ def shard_positions(
         check_integer(name, value)
         if not 1 <= value < 2**bits:
             raise ValueError(f"{name} must be from 1 to 2^{bits} - 1, got {value}.")
-    offsets, error = offsets_of(cu_seqlens)
+    offsets, error = _offsets(cu_seqlens)
     if error:
         raise ValueError(error)
     return torch.ops.megatron_sb.shard_positions(

@@ -5,8 +5,6 @@ keys with more columns, in the form that the kernels read (`stored_keys`). So ev
 can hold these keys.
 """
 
-from typing import Literal, overload
-
 import torch
 from torch import Tensor
 
@@ -124,69 +122,6 @@ def keys_and_gates(
     return keys, first + (second + third)  # both sums are exact
 
 
-@overload
-def stickbreaking_attention_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    cache_seqlens: Tensor,
-    block_table: Tensor | None = ...,
-    cache_leftpad: Tensor | None = ...,
-    k: Tensor | None = ...,
-    v: Tensor | None = ...,
-    scale: float | None = ...,
-    attend_current: bool = ...,
-    mass_threshold: float = ...,
-    logits: str = ...,
-    forget_gate: bool = ...,
-    query_bias: Tensor | None = ...,
-    key_bias: bool = ...,
-    reach: tuple[float, float] | None = ...,
-    return_mass: Literal[False] = ...,
-) -> Tensor: ...
-@overload
-def stickbreaking_attention_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    cache_seqlens: Tensor,
-    block_table: Tensor | None = ...,
-    cache_leftpad: Tensor | None = ...,
-    k: Tensor | None = ...,
-    v: Tensor | None = ...,
-    scale: float | None = ...,
-    attend_current: bool = ...,
-    mass_threshold: float = ...,
-    logits: str = ...,
-    forget_gate: bool = ...,
-    query_bias: Tensor | None = ...,
-    key_bias: bool = ...,
-    reach: tuple[float, float] | None = ...,
-    return_mass: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def stickbreaking_attention_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    cache_seqlens: Tensor,
-    block_table: Tensor | None = ...,
-    cache_leftpad: Tensor | None = ...,
-    k: Tensor | None = ...,
-    v: Tensor | None = ...,
-    scale: float | None = ...,
-    attend_current: bool = ...,
-    mass_threshold: float = ...,
-    logits: str = ...,
-    forget_gate: bool = ...,
-    query_bias: Tensor | None = ...,
-    key_bias: bool = ...,
-    reach: tuple[float, float] | None = ...,
-    return_mass: bool,
-) -> Tensor | tuple[Tensor, Tensor]: ...
 def stickbreaking_attention_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -206,7 +141,7 @@ def stickbreaking_attention_with_kvcache(
     key_bias: bool = False,
     reach: tuple[float, float] | None = None,
     return_mass: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> attention.Result:
     """Compute attention of the last positions of each sequence to the keys in a cache. It has no gradients.
 
     The cache must hold the keys and values of the queries' own positions. Append them before the call, or pass them as
@@ -336,7 +271,7 @@ def attend_to_filled(
     num_keys: int | Tensor | None = None,
     leftpad: Tensor | None = None,
     **options: object,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> attention.Result:
     """Call `stickbreaking_attention_with_kvcache` for sequences of equal length.
 
     Args:

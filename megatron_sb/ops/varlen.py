@@ -1,7 +1,6 @@
 """Stick-breaking attention over packed documents on one device."""
 
 from numbers import Integral
-from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -15,66 +14,6 @@ from megatron_sb.validation import check_flag, check_optional_tensors, check_ten
 _MAX_INT32 = 2**31 - 1  # no document has more rows
 
 
-@overload
-def stickbreaking_attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int | None = ...,
-    *,
-    cu_seqlens_k: Tensor | None = ...,
-    max_seqlen_k: int | None = ...,
-    scale: float | None = ...,
-    attend_current: bool = ...,
-    mass_threshold: float = ...,
-    return_mass: Literal[False] = ...,
-    logits: str = ...,
-    forget_gate: Tensor | None = ...,
-    query_bias: Tensor | None = ...,
-    key_bias: Tensor | None = ...,
-    reach: tuple[float, float] | None = ...,
-) -> Tensor: ...
-@overload
-def stickbreaking_attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int | None = ...,
-    *,
-    cu_seqlens_k: Tensor | None = ...,
-    max_seqlen_k: int | None = ...,
-    scale: float | None = ...,
-    attend_current: bool = ...,
-    mass_threshold: float = ...,
-    return_mass: Literal[True],
-    logits: str = ...,
-    forget_gate: Tensor | None = ...,
-    query_bias: Tensor | None = ...,
-    key_bias: Tensor | None = ...,
-    reach: tuple[float, float] | None = ...,
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def stickbreaking_attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int | None = ...,
-    *,
-    cu_seqlens_k: Tensor | None = ...,
-    max_seqlen_k: int | None = ...,
-    scale: float | None = ...,
-    attend_current: bool = ...,
-    mass_threshold: float = ...,
-    return_mass: bool,
-    logits: str = ...,
-    forget_gate: Tensor | None = ...,
-    query_bias: Tensor | None = ...,
-    key_bias: Tensor | None = ...,
-    reach: tuple[float, float] | None = ...,
-) -> Tensor | tuple[Tensor, Tensor]: ...
 def stickbreaking_attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -93,7 +32,7 @@ def stickbreaking_attention_varlen(
     query_bias: Tensor | None = None,
     key_bias: Tensor | None = None,
     reach: tuple[float, float] | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> attention.Result:
     """Compute causal stick-breaking attention within each document of a packed sequence.
 
     Args:

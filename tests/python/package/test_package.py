@@ -1,6 +1,5 @@
 """The package as a whole: versions, the shell command, and the CMake package for C++ users."""
 
-import inspect
 import json
 import math
 import os
@@ -8,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import typing
 from pathlib import Path
 
 import pytest
@@ -43,32 +41,6 @@ def test_dir_lists_public_names_before_their_first_use(package):
 
 def test_the_annotations_are_for_type_checkers():
     assert (ROOT / "megatron_sb" / "py.typed").is_file()
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not record overloads")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "stickbreaking_attention",
-        "stickbreaking_attention_varlen",
-        "stickbreaking_attention_with_kvcache",
-        "context_parallel_attention",
-    ],
-)
-def test_the_type_of_a_result_follows_from_return_mass(name):
-    """Without overloads, a type checker would reject every use of a result. They repeat the arguments."""
-    function = inspect.unwrap(getattr(megatron_sb, name))
-    overloads = [inspect.signature(each) for each in typing.get_overloads(function)]  # novm
-    result, both = torch.Tensor, tuple[torch.Tensor, torch.Tensor]
-    assert [each.return_annotation for each in overloads] == [result, both, result | both]
-    kinds = [each.parameters["return_mass"].annotation for each in overloads]
-    assert kinds == [typing.Literal[False], typing.Literal[True], bool]
-    own = inspect.signature(function).parameters.values()
-    for each in overloads:
-        found = [(p.name, p.kind, p.annotation) for p in each.parameters.values() if p.name != "return_mass"]
-        assert found == [(p.name, p.kind, p.annotation) for p in own if p.name != "return_mass"]
-        optional = {p.name for p in each.parameters.values() if p.default is ...} | {"return_mass"}
-        assert optional == {p.name for p in own if p.default is not p.empty}
 
 
 def test_library_has_no_python_symbol():
