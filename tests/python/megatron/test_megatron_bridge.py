@@ -51,6 +51,15 @@ def test_its_own_training_loop(tmp_path):
     assert train("context parallel", 4, ranks=2, **options)["losses"] == pytest.approx(whole, rel=1e-5)
 
 
+@pytest.mark.skipif(not all(map(_is_installed, LOOP)), reason="Megatron-Bridge's recipes need " + ", ".join(LOOP))
+def test_recipes_of_llama_and_qwen(tmp_path):
+    """Every recipe for pretraining them, with a small model of its family. Qwen3-Next has layers of its own."""
+    found = run_worker("megatron_bridge_recipes.py", 1, tmp_path / "findings.json")
+    plain = {name: layer for name, layer in found.items() if "qwen3_next" not in name}
+    assert len(plain) >= 38
+    assert set(plain.values()) == {"StickBreakingCoreAttention"}, plain
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not _is_installed("transformer_engine"), reason="needs Transformer Engine")
 def test_a_llama_in_and_out_on_a_gpu(tmp_path):

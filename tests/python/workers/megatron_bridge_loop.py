@@ -1,4 +1,4 @@
-"""Train a small model on mock data in Megatron-Bridge's own loop, with its common recipe, on CPUs.
+"""Train a small model on mock data in Megatron-Bridge's own loop, with its recipe for Llama 3.2 1B, on CPUs.
 
 `megatron_bridge_loop.py OUT.json FOLDER STEPS OPTIONS`. Several ranks are context-parallel. The run stops after STEPS
 of 4 steps and saves a checkpoint in FOLDER. It resumes from the checkpoint that is there. OPTIONS: those of the layers,
@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -25,14 +26,14 @@ def import_loop() -> tuple:
     """Return what a training script imports of Megatron-Bridge."""
     with megatron_bridge.stand_in_for_transformer_engine():
         from megatron.bridge import AutoBridge
-        from megatron.bridge.recipes.common import _pretrain_common
+        from megatron.bridge.recipes.llama.h100.llama3 import llama32_1b_pretrain_1gpu_h100_bf16_config
         from megatron.bridge.training import initialize
         from megatron.bridge.training.callbacks import Callback
         from megatron.bridge.training.gpt_step import forward_step
         from megatron.bridge.training.pretrain import pretrain
     initialize.compile_helpers = lambda: None  # the wheel contains them compiled
     initialize._warmup_jit_function = lambda *args, **kwargs: None  # it would change the generator of the weights
-    return AutoBridge, _pretrain_common, pretrain, forward_step, Callback
+    return AutoBridge, llama32_1b_pretrain_1gpu_h100_bf16_config, pretrain, forward_step, Callback
 
 
 def set_sizes(config, steps: int, folder: Path) -> None:
@@ -74,8 +75,9 @@ def main(out: Path, folder: Path, steps: int, options: dict) -> None:
     os.chdir(folder)
     llama = folder / f"llama{os.environ['RANK']}"
     megatron_bridge.save_llama(llama, megatron_bridge.Run.on_cpu().sizes)
-    config = recipe()
-    config.model = bridge.from_hf_pretrained(str(llama)).to_megatron_provider(load_weights=False)
+    small = bridge.from_hf_pretrained(str(llama))
+    with mock.patch.object(bridge, "from_hf_pretrained", return_value=small):  # the recipe would download its model
+        config = recipe()
     config.model.transformer_layer_spec = functools.partial(stickbreaking_block_spec, **options)
     config.model.position_embedding_type, config.model.attention_dropout = "none", 0.0
     config.model.params_dtype = torch.float32
