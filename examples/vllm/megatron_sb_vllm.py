@@ -7,7 +7,8 @@ after the other. A KV cache has the shape (blocks, KV heads, block size, 2 * hea
 """
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.models import ModelRegistry
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
@@ -34,7 +36,8 @@ from megatron_sb.options import DEFAULT_MASS_THRESHOLD, HEAD_DIM_MULTIPLE, MAX_H
 
 
 def register() -> None:
-    """Register the backend with vLLM, and let vLLM load transformers models without positions."""
+    """Register the backend and `StickBreakingForCausalLM`, and let vLLM load transformers models without positions."""
+    ModelRegistry.register_model("StickBreakingForCausalLM", "megatron_sb_vllm_model:StickBreakingForCausalLM")
     register_backend(AttentionBackendEnum.CUSTOM, f"{StickBreakingBackend.__module__}.{StickBreakingBackend.__name__}")
     for rope_type in (attention.NO_ROTATION, attention.NO_ROTATION_0_1):
         ROPE_INIT_FUNCTIONS[rope_type] = _no_rotation
@@ -161,8 +164,37 @@ class StickBreakingMetadataBuilder(AttentionMetadataBuilder[StickBreakingMetadat
         return prompts
 
 
+@dataclass
+class LayerSettings:
+    """What a layer's model chooses.
+
+    Attributes:
+        options: `attend_current`, `mass_threshold` and `reach` of the attention functions.
+        head_output: computes the output of the heads from the attention's output and mass. None: it is the output.
+    """
+
+    options: dict = field(default_factory=dict)
+    head_output: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        AttentionOptions(**self.options)  # checks them now; otherwise the first request would end the engine
+
+    @classmethod
+    def of_decoder(cls, config) -> "LayerSettings":
+        """Return those of a decoder of transformers. Raise ValueError if it has positions or other options."""
+        attention.check_positions(SimpleNamespace(config=config))  # no layer tells here whether it rotates
+        attention.check_options(config)
+        _check_layer_types(config)
+        return cls(
+            {
+                "attend_current": getattr(config, "attend_current", False),
+                "mass_threshold": getattr(config, "mass_threshold", DEFAULT_MASS_THRESHOLD),
+            }
+        )
+
+
 class StickBreakingImpl(AttentionImpl[StickBreakingMetadata]):
-    """Computes the attention of one layer."""
+    """Computes the attention of one layer. Without `settings`, the layer is one of a decoder of transformers."""
 
     supports_dcp = False
 
@@ -178,6 +210,7 @@ class StickBreakingImpl(AttentionImpl[StickBreakingMetadata]):
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
+        settings: LayerSettings | None = None,
         **others,
     ) -> None:
         unsupported = {
@@ -194,16 +227,10 @@ class StickBreakingImpl(AttentionImpl[StickBreakingMetadata]):
             raise ValueError(f"attn_type must be {AttentionType.DECODER.value!r}, got {attn_type!r}.")
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads or num_heads, head_size
         self.kv_cache_dtype = kv_cache_dtype
-        config = get_current_vllm_config().model_config.hf_text_config
-        attention.check_positions(SimpleNamespace(config=config))  # no layer tells here whether it rotates
-        attention.check_options(config)
-        _check_layer_types(config)
         self.scale = float(scale)  # vLLM replaces it in each forward of a model that has another scale
-        self.options = {
-            "attend_current": getattr(config, "attend_current", False),
-            "mass_threshold": getattr(config, "mass_threshold", DEFAULT_MASS_THRESHOLD),
-        }
-        AttentionOptions(**self.options)  # checks them now; otherwise the first request would end the engine
+        if settings is None:
+            settings = LayerSettings.of_decoder(get_current_vllm_config().model_config.hf_text_config)
+        self.options, self.head_output = settings.options, settings.head_output
 
     def forward(
         self,
@@ -227,14 +254,16 @@ class StickBreakingImpl(AttentionImpl[StickBreakingMetadata]):
         query, key, value = (x.to(cache.dtype) for x in (query, key, value))  # it can differ from that of the model
         cache[step.blocks, step.rows] = torch.cat((key[:num_tokens], value[:num_tokens]), dim=-1)
         if num_decodes:
-            output[:num_decodes] = sb.stickbreaking_attention_with_kvcache(
+            out = sb.stickbreaking_attention_with_kvcache(
                 query[:num_decodes, None],
                 *cache.split(self.head_size, dim=-1),
                 cache_seqlens=step.seq_lens,
                 block_table=step.block_table,
                 scale=self.scale,
+                return_mass=self.head_output is not None,
                 **self.options,
-            )[:, 0]
+            )
+            output[:num_decodes] = self._of_heads(out)[:, 0]
         if step.prompts is not None:
             rows = slice(step.prompts.first, num_tokens)
             output[rows] = self._prompts(step.prompts, query[rows], key[rows], value[rows], cache)
@@ -243,7 +272,7 @@ class StickBreakingImpl(AttentionImpl[StickBreakingMetadata]):
     def _prompts(self, prompts: Prompts, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         if prompts.blocks is not None:  # a copy of their keys, which the kernels for long sequences need
             key, value = cache[prompts.blocks, prompts.rows].split(self.head_size, dim=-1)
-        return sb.stickbreaking_attention_varlen(
+        out = sb.stickbreaking_attention_varlen(
             query,
             key,
             value,
@@ -252,8 +281,13 @@ class StickBreakingImpl(AttentionImpl[StickBreakingMetadata]):
             cu_seqlens_k=prompts.cu_seqlens_k,
             max_seqlen_k=prompts.max_seqlen_k,
             scale=self.scale,
+            return_mass=self.head_output is not None,
             **self.options,
         )
+        return self._of_heads(out)
+
+    def _of_heads(self, out: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        return out if self.head_output is None else self.head_output(*out)
 
 
 class StickBreakingBackend(AttentionBackend):

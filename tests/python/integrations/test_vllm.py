@@ -1,12 +1,14 @@
 """examples/vllm: an attention backend of vLLM. Its modules are called directly on a CPU, vLLM's engine on a GPU."""
 
 import importlib
+import json
 import types
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from support.launch import run_worker
 
 from megatron_sb import reference
 
@@ -266,6 +268,48 @@ def test_a_model_without_positions_needs_this_backend(plugin, backend, of_full_a
     else:
         with pytest.raises(ValueError, match="--attention-backend CUSTOM"):
             plugin._no_rotation(config)
+
+
+def needs_stacked_weights() -> None:
+    """Skip with vLLM 0.26, which loads weights in another way."""
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    if not hasattr(WeightsMapper(), "orig_to_new_stacked"):
+        pytest.skip("needs vLLM 0.33")
+
+
+ALL_OPTIONS = {
+    "reach": [0.5, 10.0],
+    "remainder_bias": True,
+    "head_norm": True,
+    "qkv_bias": True,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 2.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(1, {}), (1, ALL_OPTIONS), (1, {"tie_word_embeddings": True, "attend_current": True}), (2, ALL_OPTIONS)],
+    ids=["plain", "all options", "tied", "two tensor-parallel ranks"],
+)
+def test_the_model_of_this_project(ranks, options, tmp_path):
+    """A prompt in two chunks, and single tokens, have the logits of transformers."""
+    needs_stacked_weights()
+    assert run_worker("vllm_model.py", ranks, tmp_path / "found.json", json.dumps(options))["error"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"forget_gate": True}, {"logits": "euclidean"}, {"num_experts": 4, "num_experts_per_tok": 2}],
+    ids=lambda option: next(iter(option)),
+)
+def test_options_that_the_model_of_this_project_does_not_have(option, tmp_path):
+    needs_stacked_weights()
+    found = run_worker("vllm_model.py", 1, tmp_path / "found.json", json.dumps(option))
+    assert found["refused"].startswith(f"{next(iter(option))} of the configuration must be ")
 
 
 @pytest.fixture(scope="module")
