@@ -32,6 +32,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpecKind
 
 import megatron_sb as sb
 from megatron_sb.huggingface import attention
+from megatron_sb.ops.kvcache import keys_and_gates
 from megatron_sb.options import DEFAULT_MASS_THRESHOLD, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, AttentionOptions
 
 
@@ -169,11 +170,16 @@ class LayerSettings:
     """What a layer's model chooses.
 
     Attributes:
-        options: `attend_current`, `mass_threshold` and `reach` of the attention functions.
+        options: `attend_current`, `mass_threshold`, `reach` and `logits` of the attention functions.
+        forget_gate: whether keys have forget gates.
+        head_dim: channels of queries and keys. Keys are stored with the columns of their norms and gates, and queries
+            have as many columns, which are not used. None: as many channels as columns.
         head_output: computes the output of the heads from the attention's output and mass. None: it is the output.
     """
 
     options: dict = field(default_factory=dict)
+    forget_gate: bool = False
+    head_dim: int | None = None
     head_output: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
@@ -230,7 +236,13 @@ class StickBreakingImpl(AttentionImpl[StickBreakingMetadata]):
         self.scale = float(scale)  # vLLM replaces it in each forward of a model that has another scale
         if settings is None:
             settings = LayerSettings.of_decoder(get_current_vllm_config().model_config.hf_text_config)
-        self.options, self.head_output = settings.options, settings.head_output
+        self.options, self.forget_gate = settings.options, settings.forget_gate
+        self.head_dim, self.head_output = settings.head_dim or head_size, settings.head_output
+        if self.head_dim != head_size and kv_cache_dtype != "auto":  # the columns of a key are for its dtype
+            raise ValueError(
+                "kv_cache_dtype must be 'auto' with forget gates or Euclidean logits, which add columns to keys, got "
+                f"{kv_cache_dtype!r}."
+            )
 
     def forward(
         self,
@@ -249,16 +261,18 @@ class StickBreakingImpl(AttentionImpl[StickBreakingMetadata]):
             raise ValueError("output_scale and output_block_scale must be None with stick-breaking attention.")
         if attn_metadata is None:  # vLLM measures memory
             return output.fill_(0)
-        step, cache = attn_metadata, kv_cache.transpose(1, 2)  # (blocks, block size, KV heads, 2 * head_size)
+        step, cache = attn_metadata, kv_cache.transpose(1, 2)  # (blocks, block size, KV heads, key and value)
         num_tokens, num_decodes = step.num_tokens, step.num_decodes
         query, key, value = (x.to(cache.dtype) for x in (query, key, value))  # it can differ from that of the model
         cache[step.blocks, step.rows] = torch.cat((key[:num_tokens], value[:num_tokens]), dim=-1)
+        query = query[..., : self.head_dim]
         if num_decodes:
             out = sb.stickbreaking_attention_with_kvcache(
                 query[:num_decodes, None],
-                *cache.split(self.head_size, dim=-1),
+                *self._keys_and_values(cache),
                 cache_seqlens=step.seq_lens,
                 block_table=step.block_table,
+                forget_gate=self.forget_gate,
                 scale=self.scale,
                 return_mass=self.head_output is not None,
                 **self.options,
@@ -271,7 +285,10 @@ class StickBreakingImpl(AttentionImpl[StickBreakingMetadata]):
 
     def _prompts(self, prompts: Prompts, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         if prompts.blocks is not None:  # a copy of their keys, which the kernels for long sequences need
-            key, value = cache[prompts.blocks, prompts.rows].split(self.head_size, dim=-1)
+            key, value = self._keys_and_values(cache[prompts.blocks, prompts.rows])
+        key, gates = keys_and_gates(
+            key, self.head_dim, logits=self.options.get("logits", "dot"), forget_gate=self.forget_gate
+        )
         out = sb.stickbreaking_attention_varlen(
             query,
             key,
@@ -280,11 +297,15 @@ class StickBreakingImpl(AttentionImpl[StickBreakingMetadata]):
             prompts.max_seqlen,
             cu_seqlens_k=prompts.cu_seqlens_k,
             max_seqlen_k=prompts.max_seqlen_k,
+            forget_gate=gates,
             scale=self.scale,
             return_mass=self.head_output is not None,
             **self.options,
         )
         return self._of_heads(out)
+
+    def _keys_and_values(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return rows[..., : self.head_size], rows[..., self.head_size :]
 
     def _of_heads(self, out: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         return out if self.head_output is None else self.head_output(*out)

@@ -15,7 +15,12 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -25,17 +30,9 @@ from vllm.model_executor.utils import set_weight_attrs
 
 import megatron_sb as sb
 from megatron_sb.huggingface import StickBreakingConfig
+from megatron_sb.nn.gates import gates_of
+from megatron_sb.ops.kvcache import stored_head_dim, stored_keys
 from megatron_sb.options import reach_of_heads
-
-UNSUPPORTED = {"forget_gate": False, "logits": "dot", "num_experts": None}
-
-
-def _check_supported(config: StickBreakingConfig) -> None:
-    """Raise ValueError for options of the model that this module does not compute."""
-    for name, required in UNSUPPORTED.items():
-        value = getattr(config, name)
-        if value != required:
-            raise ValueError(f"{name} of the configuration must be {required!r} in vLLM, got {value!r}.")
 
 
 class StickBreakingMLP(nn.Module):
@@ -57,7 +54,7 @@ class StickBreakingMLP(nn.Module):
 
 
 class StickBreakingAttention(nn.Module):
-    """Stick-breaking self-attention, optionally with remainder bias and head norm."""
+    """Stick-breaking self-attention, with all options of the configuration."""
 
     def __init__(
         self,
@@ -70,7 +67,8 @@ class StickBreakingAttention(nn.Module):
         heads, head_dim, ranks = config.num_attention_heads, config.head_dim, get_tensor_model_parallel_world_size()
         if heads % ranks:
             raise ValueError(f"tensor_parallel_size must divide num_attention_heads, {heads}, got {ranks}.")
-        self.num_heads, self.head_dim, self.eps = heads // ranks, head_dim, config.head_norm_eps
+        self.num_heads, self.num_kv_heads = heads // ranks, max(1, config.num_key_value_heads // ranks)
+        self.head_dim, self.eps, self.logits = head_dim, config.head_norm_eps, config.logits
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
             head_dim,
@@ -93,23 +91,32 @@ class StickBreakingAttention(nn.Module):
             self.register_parameter(name, vector)
             if vector is not None:
                 set_weight_attrs(vector, {"weight_loader": sharded_weight_loader(0)})
-        first = get_tensor_model_parallel_rank() * self.num_heads
+        rank = get_tensor_model_parallel_rank()
+        first, first_kv = rank * self.num_heads, rank * config.num_key_value_heads // ranks
+        self.gate_proj, self.own_gates = None, slice(first_kv, first_kv + self.num_kv_heads)
+        if config.forget_gate:  # every rank computes the few gates of all heads
+            self.gate_proj = ReplicatedLinear(
+                config.hidden_size, config.num_key_value_heads, bias=True, prefix=f"{prefix}.gate_proj"
+            )
         options = {
             "attend_current": config.attend_current,
             "mass_threshold": config.mass_threshold,
             "reach": reach_of_heads(config.reach, heads, first, first + self.num_heads),
+            "logits": config.logits,
         }
-        scale = head_dim**-0.5 if config.attention_multiplier is None else config.attention_multiplier
+        default_scale = 1.0 if config.logits == "euclidean" else head_dim**-0.5
+        head_output = self._head_output if any(vectors.values()) else None
         self.attn = Attention(
             self.num_heads,
-            head_dim,
-            scale,
-            num_kv_heads=max(1, config.num_key_value_heads // ranks),
+            stored_head_dim(head_dim, logits=config.logits, forget_gate=config.forget_gate),
+            default_scale if config.attention_multiplier is None else config.attention_multiplier,
+            num_kv_heads=self.num_kv_heads,
             cache_config=cache_config,
             quant_config=quant_config,
             prefix=f"{prefix}.attn",
             attn_backend=StickBreakingBackend,
-            settings=LayerSettings(options, self._head_output if any(vectors.values()) else None),
+            head_size_v=head_dim,
+            settings=LayerSettings(options, config.forget_gate, head_dim, head_output),
         )
 
     def _head_output(self, o: Tensor, mass: Tensor) -> Tensor:
@@ -119,9 +126,12 @@ class StickBreakingAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: (tokens, hidden_size)."""
         qkv, _ = self.qkv_proj(x)
-        widths = (self.num_heads, self.attn.num_kv_heads, self.attn.num_kv_heads)
-        q, k, v = qkv.split([heads * self.head_dim for heads in widths], dim=-1)
-        return self.o_proj(self.attn(q, k, v))[0]
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(heads, dim=-2)
+        gates = None if self.gate_proj is None else gates_of(self.gate_proj(x)[0][:, self.own_gates])[None]
+        k = stored_keys(k[None], logits=self.logits, forget_gate=gates)[0]
+        q = nn.functional.pad(q, (0, k.shape[-1] - self.head_dim))  # vLLM's layer has as many columns for both
+        return self.o_proj(self.attn(q.flatten(1), k.flatten(1), v.flatten(1)))[0]
 
 
 class StickBreakingDecoderLayer(nn.Module):
@@ -148,7 +158,8 @@ class StickBreakingModel(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config
-        _check_supported(config)
+        if config.num_experts is not None:
+            raise ValueError(f"num_experts of the configuration must be None in vLLM, got {config.num_experts}.")
         self.embedding_multiplier = config.embedding_multiplier
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, quant_config=vllm_config.quant_config
@@ -174,8 +185,8 @@ class StickBreakingForCausalLM(nn.Module):
             ".q_proj": (".qkv_proj", "q"),
             ".k_proj": (".qkv_proj", "k"),
             ".v_proj": (".qkv_proj", "v"),
-            ".gate_proj": (".gate_up_proj", 0),
-            ".up_proj": (".gate_up_proj", 1),
+            ".mlp.gate_proj": (".mlp.gate_up_proj", 0),  # not that of forget gates
+            ".mlp.up_proj": (".mlp.gate_up_proj", 1),
         }
     )
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {

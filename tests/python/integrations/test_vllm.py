@@ -292,8 +292,14 @@ ALL_OPTIONS = {
 
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [(1, {}), (1, ALL_OPTIONS), (1, {"tie_word_embeddings": True, "attend_current": True}), (2, ALL_OPTIONS)],
-    ids=["plain", "all options", "tied", "two tensor-parallel ranks"],
+    [
+        (1, {}),
+        (1, ALL_OPTIONS),
+        (1, {"tie_word_embeddings": True, "attend_current": True, "logits": "euclidean", "attention_multiplier": 0.02}),
+        (2, {**ALL_OPTIONS, "forget_gate": True}),
+        (4, {"logits": "euclidean", "forget_gate": True, "attention_multiplier": 0.02}),
+    ],
+    ids=["plain", "dot products", "Euclidean logits", "gates on two ranks", "more ranks than KV heads"],
 )
 def test_the_model_of_this_project(ranks, options, tmp_path):
     """A prompt in two chunks, and single tokens, have the logits of transformers."""
@@ -301,15 +307,17 @@ def test_the_model_of_this_project(ranks, options, tmp_path):
     assert run_worker("vllm_model.py", ranks, tmp_path / "found.json", json.dumps(options))["error"] < 1e-5
 
 
-@pytest.mark.parametrize(
-    "option",
-    [{"forget_gate": True}, {"logits": "euclidean"}, {"num_experts": 4, "num_experts_per_tok": 2}],
-    ids=lambda option: next(iter(option)),
-)
-def test_options_that_the_model_of_this_project_does_not_have(option, tmp_path):
+def test_experts_of_this_project_are_an_error(tmp_path):
     needs_stacked_weights()
-    found = run_worker("vllm_model.py", 1, tmp_path / "found.json", json.dumps(option))
-    assert found["refused"].startswith(f"{next(iter(option))} of the configuration must be ")
+    options = {"num_experts": 4, "num_experts_per_tok": 2}
+    found = run_worker("vllm_model.py", 1, tmp_path / "found.json", json.dumps(options))
+    assert found["refused"] == "num_experts of the configuration must be None in vLLM, got 4."
+
+
+def test_keys_with_columns_need_the_cache_of_their_dtype(plugin):
+    settings = plugin.LayerSettings({"logits": "euclidean"}, head_dim=DIM)
+    with pytest.raises(ValueError, match=r"kv_cache_dtype must be 'auto' .* got 'bfloat16'"):
+        plugin.StickBreakingImpl(HEADS, DIM + 8, 0.5, KV_HEADS, kv_cache_dtype="bfloat16", settings=settings)
 
 
 @pytest.fixture(scope="module")

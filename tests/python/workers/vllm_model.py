@@ -50,7 +50,8 @@ def make_model(reference: StickBreakingForCausalLM, config: VllmConfig) -> torch
         if hasattr(module, "quant_method"):
             module.cpu_linear = torch.nn.functional.linear
     for layer in config.compilation_config.static_forward_context.values():
-        shape = (LENGTH // BLOCK + 2, BLOCK, layer.num_kv_heads, 2 * layer.head_size)  # in the order in memory
+        columns = layer.head_size + layer.head_size_v
+        shape = (LENGTH // BLOCK + 2, BLOCK, layer.num_kv_heads, columns)  # in the order in memory
         layer.kv_cache = torch.full(shape, torch.nan).transpose(1, 2)
     return model
 
