@@ -307,6 +307,20 @@ def test_the_model_of_this_project(ranks, options, tmp_path):
     assert run_worker("vllm_model.py", ranks, tmp_path / "found.json", json.dumps(options))["error"] < 1e-5
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reach": [0.5, 10.0], "remainder_bias": True, "head_norm": True},
+        {"logits": "euclidean", "forget_gate": True, "attention_multiplier": 0.02},
+    ],
+    ids=["reach", "Euclidean logits and gates"],
+)
+def test_the_engine_with_the_model_of_this_project(options, tmp_path):
+    needs_stacked_weights()
+    found = run_worker("vllm_engine.py", 1, tmp_path / "found.json", json.dumps(options))
+    assert found["tokens"] == [found["wanted"]] * 2 and found["cached"] > 50
+
+
 def test_experts_of_this_project_are_an_error(tmp_path):
     needs_stacked_weights()
     options = {"num_experts": 4, "num_experts_per_tok": 2}
