@@ -27,7 +27,7 @@ from megatron_sb.huggingface import byte_tokenizer
 from megatron_sb.training.checkpoint import write_atomically
 from megatron_sb.training.config import BYTE_VOCAB_SIZE
 from megatron_sb.training.loading import check_device, resolved_device
-from megatron_sb.validation import InputError, MissingFileError, check_output_folder, naming
+from megatron_sb.validation import InputError, MissingFileError, check_output_folder, finite, naming
 
 LENGTHS = "max_seq_lengths"  # key of --metadata: lengths of RULER's texts
 # RULER appends the begin of the answer to each text, and max_seq_lengths does not count it.
@@ -322,7 +322,10 @@ def _evaluate(
 
 
 def _to_json(results: dict[str, Any], model: SavedModel) -> str:
-    """Return the results as JSON. The checkpoint replaces the temporary folders, which exist no longer."""
+    """Return the results as JSON, with null for each number that is not finite.
+
+    The checkpoint replaces the temporary folders, which exist no longer.
+    """
     from lm_eval.utils import handle_non_serializable
 
     facts = {
@@ -331,7 +334,8 @@ def _to_json(results: dict[str, Any], model: SavedModel) -> str:
         "format": model.format,
         "tokenizer": "bytes" if model.has_bytes else str(model.tokenizer.resolve()),
     }
-    text = json.dumps({"megatron_sb": facts, **results}, indent=2, default=handle_non_serializable) + "\n"
+    found = finite({"megatron_sb": facts, **results})
+    text = json.dumps(found, indent=2, default=handle_non_serializable, allow_nan=False) + "\n"
     for folder, name in ((model.tokenizer, facts["tokenizer"]), (model.folder, facts["checkpoint"])):
         text = text.replace(json.dumps(str(folder)), json.dumps(name))
     return text

@@ -1,6 +1,7 @@
 """`megatron-sb eval` evaluates checkpoints with lm-eval on a task of this file, on RULER and on LongBench."""
 
 import json
+import math
 import re
 import sys
 from collections import Counter
@@ -228,6 +229,15 @@ def test_longbench(evaluated):
     assert found["count_score,none"] == found["score,none"] == pytest.approx(expected)
     assert results["n-samples"]["longbench_passage_count"] == {"original": 3, "effective": 3}
     assert results["megatron_sb"]["format"] == "megatron"
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path):
+    """JSON has neither NaN nor Infinity. A model whose training diverged has such results."""
+    model = lm_evaluation.SavedModel(tmp_path, tmp_path, "huggingface", tmp_path, True, None)
+    results = {"results": {"task": {"perplexity,none": math.inf, "acc,none": math.nan, "acc_stderr,none": 0.5}}}
+    text = lm_evaluation._to_json(results, model)
+    found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert found["results"]["task"] == {"perplexity,none": None, "acc,none": None, "acc_stderr,none": 0.5}
 
 
 def refuse(arguments, capsys):
