@@ -97,8 +97,10 @@ def _check_module(name: str) -> None:
         if not f"{name}.".startswith(f"{error.name}."):  # an import within a package that exists
             raise
         found = None
-    except ValueError:  # a relative name
-        found = None
+    except ImportError:
+        if not name.startswith("."):
+            raise
+        found = None  # a relative name
     if found is None:
         raise SystemExit(f"{_USAGE}\nMODULE must be a module that can be imported, got {name!r}.")
 

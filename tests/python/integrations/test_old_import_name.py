@@ -92,7 +92,16 @@ def test_processes_that_a_program_spawns(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["missing.py"], ["-m"], ["-m", "missing"], ["-m", "missing.module"], ["-m", "os.missing"]]
+    "arguments",
+    [
+        [],
+        ["missing.py"],
+        ["-m"],
+        ["-m", "missing"],
+        ["-m", "missing.module"],
+        ["-m", "os.missing"],
+        ["-m", ".relative"],
+    ],
 )
 def test_missing_programs(arguments, tmp_path):
     command = ["-m", "megatron_sb.integrations.stickbreaking_attention", *arguments]
