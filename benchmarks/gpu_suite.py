@@ -154,9 +154,10 @@ def run(step: Step, options: argparse.Namespace) -> None:
             process.send_signal(signal.SIGINT)  # pytest then reports the tests so far
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=REPORT_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        finally:  # also after Ctrl-C, which reaches this process alone
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     step.seconds = time.monotonic() - begin
     step.summary = _summary(log.read_text(errors="replace"))
     if step.verdict == "ok" and "pytest" in step.command and " passed" not in step.summary:
@@ -295,4 +296,5 @@ def main(args: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the step, too
     sys.exit(main())

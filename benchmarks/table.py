@@ -20,6 +20,8 @@ def table_main(
 ) -> None:
     """Parse the arguments, measure the rows, print each as a line of a Markdown table, and write them all.
 
+    A run that is stopped, or whose next row does not fit the memory, writes the rows so far.
+
     Args:
         doc: docstring of the benchmark. Its first line is the description in --help.
         args: command line; None: sys.argv.
@@ -47,8 +49,10 @@ def table_main(
     record = {"machine": machine(), "rows": []}
     print(record["machine"], flush=True)
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
-    for row in rows(options):
-        record["rows"].append(row)
-        print(line(row), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(record, indent=1))
+    try:
+        for row in rows(options):
+            record["rows"].append(row)
+            print(line(row), flush=True)
+    finally:
+        if options.json:
+            options.json.write_text(json.dumps(record, indent=1))

@@ -2,9 +2,12 @@
 
 import argparse
 import importlib
+import json
 import os
 import re
 import shutil
+import signal
+import subprocess
 import types
 from pathlib import Path
 
@@ -84,6 +87,39 @@ def test_a_benchmark_that_fails_in_the_suite_has_no_tables_of_an_earlier_run(scr
     monkeypatch.setattr(suite, "run", _suite_step("FAILED (1)"))
     assert suite.main(["--out", str(tmp_path), "--stages", "bench"]) == 1
     assert "Attention" not in next(tmp_path.glob("*-suite.md")).read_text()
+
+
+def test_a_stopped_suite_ends_its_step(script, monkeypatch, tmp_path):
+    """A step has a process group of its own, which Ctrl-C does not reach. It would keep the GPU."""
+    suite = script("gpu_suite")
+    started: list[subprocess.Popen] = []
+
+    class Interrupted(subprocess.Popen):
+        def wait(self, timeout=None):
+            if timeout is not None:
+                started.append(self)
+                raise KeyboardInterrupt
+            return super().wait()
+
+    monkeypatch.setattr(suite.subprocess, "Popen", Interrupted)
+    options = argparse.Namespace(out=tmp_path, python_path=[], library_from=None, limit_s=None)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            suite.run(suite.Step("tests", ["sleep", "60"], 60), options)
+        assert started[0].poll() == -signal.SIGKILL
+    finally:
+        started[0].kill()
+
+
+def test_a_table_that_is_stopped_keeps_its_rows(script, tmp_path):
+    def rows(options):
+        yield {"ms": 1}
+        raise torch.OutOfMemoryError("the second row")
+
+    arguments = ["--dry-run", "--json", str(tmp_path / "out.json")]
+    with pytest.raises(torch.OutOfMemoryError):
+        script("table").table_main("A benchmark.", arguments, ["ms"], rows, str)
+    assert json.loads((tmp_path / "out.json").read_text())["rows"] == [{"ms": 1}]
 
 
 @pytest.mark.parametrize(
