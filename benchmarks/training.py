@@ -302,6 +302,7 @@ def measure(
                 torch.cuda.reset_peak_memory_stats()
             times = step_seconds(engine, batches, tokens, options)
             second = statistics.median(times)
+            gib = torch.cuda.max_memory_allocated() / 2**30 if on_gpu() else 0.0  # before skipped_share
             for line in busiest(engine, batches, tokens, options.kernels) if options.kernels and not note else ():
                 print(line, flush=True)
             flops = model_flops(config, contender.model, config.vocab_size, [batch.cu_seqlens for batch in batches])
@@ -318,7 +319,7 @@ def measure(
                 "tokens_per_second": tokens / second,
                 "spread": (max(times) - min(times)) / second,
                 "model_tflops": flops / second / 1e12,
-                "gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu() else 0.0,
+                "gib": gib,
             }
 
 

@@ -1,11 +1,14 @@
 """benchmarks/training.py on a CPU: with changed weights, and with the weights and the text of a run."""
 
+import contextlib
 import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from support.fork_server import run_python
 from support.jobs import SMALL_JOB, train
 
@@ -122,3 +125,23 @@ def test_a_logit_that_weights_cannot_be_changed_to_is_an_error(monkeypatch, caps
     with pytest.raises(SystemExit):
         importlib.import_module("training").parse(["CONFIG.yaml", f"--logit={logit}"])
     assert f"argument --logit: must be finite and at most 0, got {logit}" in capsys.readouterr().err
+
+
+def test_the_memory_is_that_of_the_timed_steps(monkeypatch):
+    """Counting skipped tiles computes the attention of each layer again, which softmax does not need."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    script, gib = importlib.import_module("training"), [3]
+    monkeypatch.setattr(script, "on_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: max(gib) * 2**30)
+    engine = SimpleNamespace(train_step=lambda *args: None)
+    monkeypatch.setattr(script, "opened", lambda *args: contextlib.nullcontext((engine, None)))
+    monkeypatch.setattr(script, "mean_logits", lambda model: contextlib.nullcontext([0.0]))
+    monkeypatch.setattr(script, "step_seconds", lambda *args: [1.0])
+    monkeypatch.setattr(script, "skipped_share", lambda *args: gib.append(5) or 0.0)
+    monkeypatch.setattr(script, "model_flops", lambda *args: 1.0)
+    config = SimpleNamespace(vocab_size=8, model=SimpleNamespace(recompute="none"))
+    options = SimpleNamespace(tokens=128, tokens_at_once=128, kernels=0)
+    contender = script.Contender("stick_breaking", "changed")
+    (row,) = script.measure(options, config, contender, [128], script.RandomRows(8))
+    assert row["gib"] == 3
