@@ -42,6 +42,7 @@ from timing import machine, on_gpu, synchronize
 from torch.nn.attention import SDPBackend
 
 from megatron_sb.baselines.softmax import kernels
+from megatron_sb.megatron.core_attention import StickBreakingCoreAttention
 from megatron_sb.megatron.gates import normalized
 from megatron_sb.training.checkpoint import check_whole, load, newest_checkpoint
 from megatron_sb.training.config import TrainingConfig, load_config
@@ -127,14 +128,23 @@ def try_model(model: GPTModel) -> None:
 
 @contextlib.contextmanager
 def mean_logits(model: GPTModel) -> Iterator[list[float]]:
-    """Collect the mean logit of each layer in forwards inside the context. Yields the growing list."""
+    """Collect the mean logit of each layer in forwards inside the context. Yields the growing list.
+
+    The mean is over all pairs of a query and a key, and over heads. It does not include reach and rotations.
+    """
     found: list[float] = []
 
     def measure_logits(module, args, kwargs) -> None:
-        # (t, h, d) or (s, b, h, d) -> mean over heads, which are alike
-        query, key = (x.detach().float().flatten(0, -3).mean(1) for x in args[:2])
-        products = query[::7] @ key[::7].T / math.sqrt(query.shape[-1])
-        found.append(products.mean().item())
+        # (t, h, d) or (s, b, h, d) -> (rows, h, d), with a key for each query head
+        query, key = (x.detach().float().flatten(0, -3) for x in args[:2])
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        logit = (query.mean(0) * key.mean(0)).sum(-1).mean()  # the mean of the products of all pairs
+        scale = query.shape[-1] ** -0.5
+        if isinstance(module, StickBreakingCoreAttention):
+            scale = module.scale
+            if module.options.logits == "euclidean":  # -|q - k|^2
+                logit = 2 * logit - sum(x.square().sum(-1).mean() for x in (query, key))
+        found.append(scale * logit.item())
 
     layers = model.decoder.layers
     cores = [layer.self_attention.core_attention for layer in layers]

@@ -145,3 +145,27 @@ def test_the_memory_is_that_of_the_timed_steps(monkeypatch):
     contender = script.Contender("stick_breaking", "changed")
     (row,) = script.measure(options, config, contender, [128], script.RandomRows(8))
     assert row["gib"] == 3
+
+
+@pytest.mark.parametrize("logits", ["dot", "euclidean"])
+def test_the_mean_logit_is_that_of_all_heads_and_pairs(monkeypatch, logits):
+    """Heads of trained weights differ: the product of their means is not the mean of their products."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    script = importlib.import_module("training")
+
+    class Core(script.StickBreakingCoreAttention):
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+            self.scale, self.options = 0.3, SimpleNamespace(logits=logits)
+
+        def forward(self, query, key, value):
+            return query
+
+    core = Core()
+    layer = SimpleNamespace(self_attention=SimpleNamespace(core_attention=core))
+    q, k = 1 + torch.randn(5, 4, 8), torch.randn(5, 2, 8) - 1
+    with script.mean_logits(SimpleNamespace(decoder=SimpleNamespace(layers=[layer]))) as found:
+        core(q, k, k)
+    pairs = [(q[j, h], k[i, h // 2]) for h in range(4) for j in range(5) for i in range(5)]
+    expected = [-((x - y) ** 2).sum() if logits == "euclidean" else x @ y for x, y in pairs]
+    assert found == [pytest.approx(0.3 * torch.stack(expected).mean().item(), rel=1e-5)]
