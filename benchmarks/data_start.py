@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
 import struct
 import subprocess
@@ -80,12 +79,16 @@ def start(prefix: Path, mean_tokens: int) -> dict[str, float]:
 
 
 def _peak_mib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return _status_mib("VmHWM")  # the peak of getrusage starts at that of the parent process
 
 
 def _anonymous_mib() -> float:
+    return _status_mib("RssAnon")
+
+
+def _status_mib(field: str) -> float:
     status = Path("/proc/self/status").read_text()
-    return int(status.partition("RssAnon:")[2].split()[0]) / 1024
+    return int(status.partition(f"{field}:")[2].split()[0]) / 1024
 
 
 def main() -> None:

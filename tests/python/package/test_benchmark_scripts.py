@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -243,6 +244,15 @@ def test_a_dry_run_works_with_small_sizes(script, name, args, monkeypatch):
     )
     monkeypatch.setattr(table, "HEADS", ((2, 1, 16),) if name == "decode" else 2)
     table.main(["--dry-run", *args.split()])
+
+
+def test_the_memory_of_a_start_is_that_of_its_process(script):
+    """The process that writes the data set may need more memory than the starts that are measured."""
+    held = torch.ones(2**28, dtype=torch.uint8)  # of this process, the parent
+    code = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); import data_start; print(data_start._peak_mib())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert 0 < float(done.stdout) < held.nbytes / 2**20
 
 
 def test_a_build_without_a_module_still_has_facts_for_info(script, tmp_path):
