@@ -11,8 +11,10 @@ import dataclasses
 import difflib
 import importlib
 import json
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sized
 from pathlib import Path
 from typing import Any
@@ -66,7 +68,7 @@ def main(arguments: argparse.Namespace) -> int:
     _check_lm_eval()
     manager = _task_manager(arguments.include_path, metadata)
     names = _match(manager, arguments.tasks)
-    with tempfile.TemporaryDirectory(prefix="megatron-sb-eval-") as folder, _open(arguments, Path(folder)) as model:
+    with _temporary_folder() as folder, _open(arguments, folder) as model:
         if model.has_bytes and (endless := [name for name in names if name in ENDLESS_IN_BYTES]):
             raise InputError(
                 f"--tasks must not contain ruler_vt for a tokenizer of bytes, got {endless[0]!r}. Its generator never "
@@ -163,6 +165,20 @@ def _match(manager: Any, patterns: list[str]) -> list[str]:
             )
         names.update(dict.fromkeys(found))
     return list(names)
+
+
+@contextlib.contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """Make a folder for the converted model. It is removed at the end, also after SIGTERM, as at a time limit."""
+    with tempfile.TemporaryDirectory(prefix="megatron-sb-eval-") as folder:
+        if threading.current_thread() is not threading.main_thread():  # others get no signals
+            yield Path(folder)
+            return
+        previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        try:
+            yield Path(folder)
+        finally:
+            signal.signal(signal.SIGTERM, previous)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import signal
 import sys
 from collections import Counter
 from importlib.util import find_spec
@@ -229,6 +230,16 @@ def test_longbench(evaluated):
     assert found["count_score,none"] == found["score,none"] == pytest.approx(expected)
     assert results["n-samples"]["longbench_passage_count"] == {"original": 3, "effective": 3}
     assert results["megatron_sb"]["format"] == "megatron"
+
+
+def test_sigterm_removes_the_converted_model():
+    """As at the time limit of a cluster. The folder has the size of the model."""
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as stop, lm_evaluation._temporary_folder() as folder:
+        (folder / "model.safetensors").touch()
+        signal.raise_signal(signal.SIGTERM)
+    assert stop.value.code == 143 and not folder.exists()
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path):
