@@ -182,13 +182,14 @@ def draw(options: argparse.Namespace) -> None:
         for name, losses in runs.items():
             steps = range(1, len(losses) + 1)
             above.plot(steps, losses, label=name, linewidth=1)
-            if name != ALONE:
+            if name != ALONE and ALONE in runs:
                 off = [abs(a - b) for a, b in zip(losses, runs[ALONE], strict=True)]
                 below.plot(steps, off, label=name, linewidth=1)
         above.set(title=title, ylabel="loss (nats per token)")
         below.set(xlabel="step", ylabel=f"distance from {ALONE}", yscale="log")
         for part in (above, below):
-            part.legend()
+            if part.lines:
+                part.legend()
             part.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(options.picture, dpi=110)

@@ -141,6 +141,16 @@ def test_layouts_that_cannot_run_are_an_error(script, monkeypatch, tmp_path, cap
     assert re.search(message, capsys.readouterr().err)
 
 
+def test_losses_are_drawn_without_those_of_one_gpu(script, tmp_path):
+    """As of a record with --layouts CP2. There is no distance to draw then."""
+    layouts, record = script("training_layouts"), {"model": "dense", "set": []}
+    rows = [{"length": 64, "layout": "CP2", "losses": [2.0, 1.0]}]
+    (tmp_path / "record.json").write_text(json.dumps({"machine": record, "rows": rows}))
+    files = {"json": tmp_path / "record.json", "picture": tmp_path / "losses.png"}
+    layouts.draw(argparse.Namespace(more=[], **files))
+    assert files["picture"].stat().st_size > 0
+
+
 def test_a_mode_that_cannot_exchange_the_heads_is_a_row_with_an_error(script, monkeypatch):
     """As "a2a" with 12 heads on 8 GPUs. The benchmark goes on with the next row."""
     benchmark = script("context_parallel")
