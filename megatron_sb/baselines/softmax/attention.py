@@ -37,7 +37,7 @@ class SoftmaxAttention(nn.Module):
     """Compute causal softmax attention with a choice of position encoding, a sliding window and StableMask.
 
     The attribute `scaling`, a `RotaryScaling`, may be assigned between calls; only "rope" reads it. Another type is a
-    TypeError.
+    TypeError, and the kind "yarn" with a rotary_base of at most 1 a ValueError.
 
     Args:
         num_heads: query heads, h.
@@ -109,6 +109,8 @@ class SoftmaxAttention(nn.Module):
     def scaling(self, scaling: RotaryScaling) -> None:
         if not isinstance(scaling, RotaryScaling):
             raise TypeError(f"scaling must be a RotaryScaling, got {type(scaling).__name__}.")
+        if scaling.kind == "yarn" and self.position == "rope" and self.rotary_base <= 1:
+            raise ValueError(f"rotary_base must be above 1 with the scaling 'yarn', got {self.rotary_base}.")
         self._scaling = scaling
 
     def extra_repr(self) -> str:

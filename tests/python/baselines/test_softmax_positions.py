@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_sb.baselines.softmax import FireBias, RotaryScaling, alibi_slopes
+from megatron_sb.baselines.softmax import FireBias, RotaryScaling, SoftmaxAttention, alibi_slopes
 from megatron_sb.baselines.softmax.positions import rotary_cos_sin
 
 # ALiBi's slopes as the paper prints them, by number of heads.
@@ -92,3 +92,12 @@ def test_invalid_arguments(call, message):
 def test_invalid_positions_of_fire(query, key, error, message):
     with pytest.raises(error, match=message):
         FireBias(4)(query, key)
+
+
+@pytest.mark.parametrize("base", [1.0, 0.5])
+def test_yarn_needs_wavelengths_that_grow(base):
+    """It finds the pairs to stretch with 1 / log(base)."""
+    module = SoftmaxAttention(2, 8, rotary_base=base)
+    with pytest.raises(ValueError, match=f"rotary_base must be above 1 with the scaling 'yarn', got {base}"):
+        module.scaling = RotaryScaling("yarn", factor=2.0, trained_context=64)
+    assert module.scaling == RotaryScaling()
