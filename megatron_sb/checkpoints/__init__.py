@@ -342,7 +342,7 @@ def _check_heads(source: Path, model_config: StickBreakingConfig, config: str | 
 
     own = megatron.heads_of(model_config)
     for name, found in recorded_heads(source).items():
-        if found != own.get(name, found):
+        if found != own[name]:
             raise InputError(
                 f"config must describe the model in {source}, whose {name} is {found}, got {str(config)!r}, where it "
                 f"is {own[name]}."

@@ -72,19 +72,19 @@ def attention_kind(folder: Path) -> str | None:
 
 def _configured_kind(model: Path) -> str | None:
     """Return the kind in RUN/config.yaml of the model RUN/MODEL, or None if there is no such file with this model."""
-    entry = _configured(model, "attention", model.name, "kind")
-    return entry if isinstance(entry, str) else None
+    kind = _configured(model, "attention", model.name).get("kind")
+    return kind if isinstance(kind, str) else None
 
 
-def _configured(model: Path, *path: str) -> object:
-    """Return a field in RUN/config.yaml of the model RUN/MODEL, or None if there is no such file with this field."""
+def _configured(model: Path, *path: str) -> dict:
+    """Return a section in RUN/config.yaml of the model RUN/MODEL, or {} if there is no such file with this section."""
     try:
         entry = yaml.safe_load((model.parent / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
-        return None  # the file of something else
+        return {}  # the file of something else
     for name in path:
         entry = entry.get(name) if isinstance(entry, dict) else None
-    return entry
+    return entry if isinstance(entry, dict) else {}
 
 
 def _check_attention(config: TrainingConfig, folder: Path) -> None:
@@ -160,15 +160,14 @@ def recorded_heads(folder: Path) -> dict[str, int]:
 
     Earlier versions recorded them only in the run's config.yaml: the folder is then RUN/MODEL/checkpoints/STEP.
     """
-    run = folder.resolve().parent.parent
-    found = read_heads(folder) or {name: _configured(run, "model", name) for name in HEADS}
-    return {name: number for name, number in found.items() if isinstance(number, int)}
+    found = read_heads(folder) or _configured(folder.resolve().parent.parent, "model")
+    return {name: found[name] for name in HEADS if isinstance(found.get(name), int)}
 
 
 def _check_heads(config: TrainingConfig, folder: Path) -> None:
     """Compare the heads. The weights have the same shapes with other heads of other widths."""
     for name, found in recorded_heads(folder).items():
-        if name in HEADS and found != (own := getattr(config.model, name)):
+        if found != (own := getattr(config.model, name)):
             raise InputError(f"model.{name} must be {found} to start from {folder}, whose model has it, got {own}.")
 
 
@@ -178,12 +177,13 @@ def _check_options(config: TrainingConfig, folder: Path) -> None:
     A job changes them only if the attention is changed on purpose. Without the run's config.yaml, nothing is compared.
     """
     (model,) = config.compare
-    own, trained = config.attention[model], folder.resolve().parent.parent
-    is_same_kind = isinstance(own, StickBreakingAttentionConfig) and _configured_kind(trained) == own.kind
+    own, run = config.attention[model], folder.resolve().parent.parent
+    trained = _configured(run, "attention", run.name)
+    is_same_kind = isinstance(own, StickBreakingAttentionConfig) and trained.get("kind") == own.kind
     if config.initial_attention is not None or not is_same_kind:
         return
     for option in ("attend_current", "logits", "scale", "reach"):
-        found = _configured(trained, "attention", trained.name, option)
+        found = trained.get(option)
         found = getattr(StickBreakingAttentionConfig(), option) if found is None else found
         found = tuple(found) if isinstance(found, list) else found
         if found != getattr(own, option):
