@@ -1,4 +1,4 @@
-"""examples/vllm: an attention backend of vLLM. Its modules are called directly on a CPU, vLLM's engine on a GPU."""
+"""examples/vllm: an attention backend and a model of vLLM. Its modules are called directly, and by vLLM's engine."""
 
 import importlib
 import json

@@ -28,11 +28,12 @@ def test_a_llama_in_and_out(tmp_path):
 
 # Of Megatron-Bridge's own loop and recipes.
 LOOP = ("megatron.energon", "multistorageclient", "nvidia_resiliency_ext", "diffusers")
-
-
-@pytest.mark.skipif(
-    not all(map(_is_installed, LOOP)), reason="Megatron-Bridge's training loop needs " + ", ".join(LOOP)
+needs_loop = pytest.mark.skipif(
+    not all(map(_is_installed, LOOP)), reason="Megatron-Bridge's training loop and recipes need " + ", ".join(LOOP)
 )
+
+
+@needs_loop
 def test_its_own_training_loop(tmp_path):
     """A job that saves and resumes, and one on two ranks, have the same losses. Other options cannot resume."""
 
@@ -51,7 +52,7 @@ def test_its_own_training_loop(tmp_path):
     assert train("context parallel", 4, ranks=2, **options)["losses"] == pytest.approx(whole, rel=1e-5)
 
 
-@pytest.mark.skipif(not all(map(_is_installed, LOOP)), reason="Megatron-Bridge's recipes need " + ", ".join(LOOP))
+@needs_loop
 def test_recipes_of_llama_and_qwen(tmp_path):
     """Every recipe for pretraining them, with a small model of its family. Qwen3-Next has layers of its own."""
     found = run_worker("megatron_bridge_recipes.py", 1, tmp_path / "findings.json")

@@ -14,6 +14,17 @@ from vllm.platforms.cpu import CpuPlatform
 
 vllm.platforms._current_platform = CpuPlatform()
 
+# Of the model of this project that the tests run.
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
+
 
 def _write_slots(starts: Tensor, positions: Tensor, block_table: Tensor, slots: Tensor, block_size: int) -> None:
     """Write the place in the cache of each token: starts (requests + 1,), block_table (requests, blocks)."""

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support import megatron_cpu
@@ -37,12 +38,6 @@ SIZES = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 # Parts of names of models, and the kind of configuration in transformers: the first match counts.
 FAMILIES = {"llama": "llama", "qwen3-next": None, "-a3b": "qwen3_moe", "-a22b": "qwen3_moe", "qwen3": "qwen3"}
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
 ONE_RANK = {
     **dict.fromkeys(
         (
@@ -88,7 +83,7 @@ def save_config(name: str, folder: Path) -> str:
     if kind is None:
         raise ValueError(f"{name} is not a Llama or a plain Qwen.")
     config = AutoConfig.for_model(kind, **SIZES, **(EXPERTS if kind == "qwen3_moe" else {}))
-    config.architectures = [ARCHITECTURES[kind]]
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
     config.save_pretrained(folder / kind)
     return str(folder / kind)
 

@@ -15,8 +15,7 @@ import support.vllm_cpu  # noqa: I001  # before vLLM's layers
 import megatron_sb_vllm
 import torch
 import vllm
-
-from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
+from support.decoders import make_model
 
 TOKENS = 10  # that are generated
 ENVIRONMENT = {
@@ -28,26 +27,13 @@ ENVIRONMENT = {
 }
 
 
-def make_model(options: dict) -> StickBreakingForCausalLM:
-    """Return a model with random weights, also in its vectors of heads and its biases."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = StickBreakingConfig(**sizes, **heads, initializer_range=0.2, max_position_embeddings=512, **options)
-    model = StickBreakingForCausalLM(config).eval()
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            torch.nn.init.normal_(parameter)
-    return model
-
-
 @torch.no_grad()
 def main(out: Path, options: dict) -> None:
     """Generate with both, and write the tokens of vLLM, those of transformers, and what came from the cache."""
     os.environ.update(ENVIRONMENT)
     library, folder = support.vllm_cpu.define_functions(), out.with_name("model")
     megatron_sb_vllm.register()
-    model = make_model(options)
+    model = make_model(**support.vllm_cpu.SIZES, max_position_embeddings=512, **options)
     model.save_pretrained(folder)
     prompts = [torch.randint(model.config.vocab_size, (length,)) for length in (5, 40, 100)]
     wanted = [

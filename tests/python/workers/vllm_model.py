@@ -14,33 +14,22 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples/vllm"))
-import support.vllm_cpu  # noqa: F401, I001  # before vLLM's layers
+import support.vllm_cpu  # noqa: I001  # before vLLM's layers
 import megatron_sb_vllm
 import megatron_sb_vllm_model
+from support.decoders import make_model
 from vllm.config import CacheConfig, CompilationConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
+from megatron_sb.huggingface import StickBreakingForCausalLM
 
 BLOCK, LENGTH = 16, 40
 STEPS = [(0, 20), (20, 33), *((end - 1, end) for end in range(34, LENGTH + 1))]  # a prompt in two chunks, and tokens
 
 
-def make_reference(options: dict) -> StickBreakingForCausalLM:
-    """Return the model of transformers, with random values also in its vectors of heads and its biases."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    model = StickBreakingForCausalLM(StickBreakingConfig(**sizes, **heads, initializer_range=0.2, **options)).eval()
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            torch.nn.init.normal_(parameter)
-    return model
-
-
-def make_model(reference: StickBreakingForCausalLM, config: VllmConfig) -> torch.nn.Module:
+def make_vllm_model(reference: StickBreakingForCausalLM, config: VllmConfig) -> torch.nn.Module:
     """Return vLLM's model with the weights of the model of transformers, and empty caches."""
     model = megatron_sb_vllm_model.StickBreakingForCausalLM(vllm_config=config)
     missing = {name for name, _ in model.named_parameters()} - model.load_weights(reference.state_dict().items())
@@ -92,7 +81,7 @@ def error_of_logits(reference: StickBreakingForCausalLM, model: torch.nn.Module,
 def main(out: Path, options: dict) -> None:
     """Compare the models, and write the error or the message."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    reference = make_reference(options)
+    reference = make_model(**support.vllm_cpu.SIZES, **options)
     config = VllmConfig(compilation_config=CompilationConfig(custom_ops=["none"], mode=0))
     config.cache_config = CacheConfig(block_size=BLOCK)
     config.model_config = SimpleNamespace(
@@ -109,7 +98,7 @@ def main(out: Path, options: dict) -> None:
         init_distributed_environment(ranks, rank, "env://", rank, backend="gloo")
         initialize_model_parallel(ranks)
         try:
-            model = make_model(reference, config)
+            model = make_vllm_model(reference, config)
             found = {"error": error_of_logits(reference, model, config)}
         except ValueError as error:
             found = {"refused": str(error)}
